@@ -81,14 +81,21 @@ def pair_or_conversation(row: Mapping[str, Any], prompt: str | None, response: s
     conversation = only_one(row, CONVERSATIONS, "messages_column") if prompt is None and response is None else None
     prompt = prompt or only_one(row, PROMPTS, "prompt_column")
     response = response or only_one(row, RESPONSES, "response_column")
+    if not has(row, conversation) and response is not None:
+        return {"prompt_column": prompt or "prompt", "response_column": response}
     if conversation is None:
-        return {} if response is None else {"prompt_column": prompt or "prompt", "response_column": response}
-    if prompt is not None and response is not None and not is_part(row, conversation, prompt, response):
+        return {}
+    if has(row, prompt) and has(row, response) and not is_part(row, conversation, str(prompt), str(response)):
         raise DataError(
             f"the columns {conversation!r} and {prompt!r} with {response!r} both fit. Set ignored_columns=[{response}] "
             f"or ignored_columns=[{conversation}] to leave one out."
         )
     return {"messages_column": conversation}
+
+
+def has(row: Mapping[str, Any], name: str | None) -> bool:
+    """Return whether a row has a column that isn't null."""
+    return name is not None and row.get(name) is not None
 
 
 def is_part(row: Mapping[str, Any], whole: str, *columns: str) -> bool:
@@ -144,10 +151,10 @@ class Context:
         system = only_one(given, _SYSTEM, "ignored_columns")
         if tools_column is None:
             tools_column = only_one(given, _TOOLS, "tools_column")
-        options = given.get("chat_template_kwargs")
-        own = (
-            {key: value for key, value in options.items() if value is not None} if isinstance(options, Mapping) else {}
-        )
+        options = given.get(_OPTIONS[0], {})
+        if not isinstance(options, Mapping):
+            raise DataError(f"the column {_OPTIONS[0]!r} contains a {type(options).__name__}; expected an object.")
+        own = {key: value for key, value in options.items() if value is not None}
         return cls(
             system=given[system] if system else "",
             history=given["history"] if isinstance(given.get("history"), list) else (),

@@ -322,7 +322,8 @@ class DataSource(FileSource):
         values = {setting: read_column(row, column) for setting, column in columns.items()}
         prompt, more = values.get("prompt_column"), row.get("input")
         # as Alpaca, LLaMA-Factory and ms-swift write it
-        if columns.get("prompt_column") == "instruction" and isinstance(prompt, str) and is_given(more):
+        both = isinstance(prompt, str) and isinstance(more, str) and is_given(more)
+        if both and columns.get("prompt_column") == "instruction":
             values["prompt_column"] = f"{prompt}\n{more}"
         return values
 

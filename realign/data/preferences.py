@@ -225,7 +225,7 @@ class PreferenceData(ResponseSource):
 def _is_answer(chosen: Any) -> bool:
     """Return whether a chosen response is the response alone, so that another column has the prompt."""
     if not isinstance(chosen, list):
-        return isinstance(chosen, Mapping)
+        return isinstance(chosen, Mapping) or (isinstance(chosen, str) and "Assistant:" not in chosen)
     first = chosen[0] if chosen else None
     return isinstance(first, Mapping) and (first.get("role") == "assistant" or first.get("from") == "gpt")
 

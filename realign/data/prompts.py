@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from realign.api.lengths import IntArray
 from realign.api.sample import SequenceSample
-from realign.data.columns import CONVERSATIONS, PROMPTS, Row, is_part, only_one
+from realign.data.columns import CONVERSATIONS, PROMPTS, Row, has, is_part, only_one
 from realign.data.combined import WithPretraining
 from realign.data.data_source import DataSource, ImageSource
 from realign.data.dataset import Collected, DataSpec, LoadReport, PackedDataset, PackedTokens
@@ -60,10 +60,12 @@ class PromptData(ImageSource):
             return {"prompt_column": self.prompt_column}
         prompt = only_one(row, PROMPTS, "prompt_column")
         conversation = only_one(row, CONVERSATIONS, "messages_column")
-        if conversation is None or (prompt is not None and is_part(row, conversation, prompt)):
+        if conversation is None or not has(row, conversation):
             return {"prompt_column": prompt or "prompt"}
-        if prompt is None:
+        if prompt is None or not has(row, prompt):
             return {"messages_column": conversation}
+        if is_part(row, conversation, prompt):
+            return {"prompt_column": prompt}
         raise DataError(
             f"the columns {prompt!r} and {conversation!r} both fit, and the one is not in the other. Set "
             f"prompt_column={prompt} or messages_column={conversation}."

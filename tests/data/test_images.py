@@ -130,6 +130,20 @@ def test_images_are_paths_pictures_or_bytes(tmp_path, tokenizer):
         assert torch.equal(row.images.patches()["pixel_values"], first)
 
 
+def test_image_in_a_text_is_an_image_part(tmp_path, tokenizer):
+    """As LLaMA-Factory, ms-swift and verl write it."""
+    red, wide = pictures(tmp_path)
+    parts = [question(None, "a", None, "b"), answer("c")]
+    said = [{"role": "user", "content": "<image>a<image>b"}, answer("c")]
+    expected = loaded(SupervisedData, tmp_path, [{"images": [red, wide], "messages": parts}], tokenizer)
+    found = loaded(SupervisedData, tmp_path, [{"images": [red, wide], "messages": said}], tokenizer)
+    assert content_hash(found) == content_hash(expected)
+    row = {"images": [red, wide], "prompt": said[0]["content"], "response": "c"}
+    assert content_hash(loaded(SupervisedData, tmp_path, [row], tokenizer, template="chat")) == content_hash(expected)
+    with pytest.raises(DataError, match="2 images in column 'images', but its text has 1"):
+        loaded(SupervisedData, tmp_path, [{**row, "prompt": "<image>a"}], tokenizer, template="chat")
+
+
 def test_other_images_give_another_content_hash(tmp_path, tokenizer):
     pictures(tmp_path)
     Image.new("RGB", RED, "green").save(tmp_path / "green.png")

@@ -157,6 +157,31 @@ def test_a_column_that_a_setting_names_has_no_other_meaning():
         texts("PromptData", {"prompt": "q", "history": "no list"}, template="chat")
 
 
+def test_a_column_of_nulls_is_no_column():
+    """Files of several sources have the columns of all of them."""
+    pair, whole = {"prompt": "q", "response": "a"}, {"messages": ASK}
+    nulls = dict.fromkeys(("messages", "prompt", "response", "conversations", "query", "chat_template_kwargs"))
+    for kind, more in (("SupervisedData", {}), ("UnpairedData", {"label": True})):
+        assert texts(kind, nulls | more | pair, template="chat") == PAIR[:1]
+        assert texts(kind, nulls | more | whole) == PAIR[:1]
+    assert texts("PromptData", nulls | {"messages": ASK[:1]}) == texts("PromptData", nulls | pair, template="chat")
+    with pytest.raises(DataError, match="the prompt is None"):
+        texts("PromptData", nulls)
+    with pytest.raises(DataError, match="'chat_template_kwargs' contains a str; expected an object"):
+        texts("SupervisedData", whole | {"chat_template_kwargs": "thinking"})
+
+
+def test_responses_that_are_texts_may_follow_a_conversation():
+    row = {"conversations": ASK[:1], "chosen": "a", "rejected": "b"}
+    assert texts("PreferenceData", row) == PAIR
+
+
+@pytest.mark.parametrize("more", [["c"], {"k": "c"}, 3])
+def test_an_input_that_is_no_text_is_not_written_as_code(more):
+    with pytest.raises(DataError, match="'input' belongs to the prompt"):
+        texts("SupervisedData", {"instruction": "Do it.", "input": more, "output": "x"}, template="plain")
+
+
 def test_columns_with_one_meaning_and_settings_beside_columns_are_named():
     with pytest.raises(DataError, match=r"\['system', 'system_prompt'\]. Set ignored_columns"):
         texts("PromptData", {"prompt": [user("q")], "system": "s", "system_prompt": "t"})
