@@ -83,8 +83,8 @@ def check_strangers(out: Path) -> None:
     if strangers:
         more = f" (and {len(strangers) - 1} more)" if strangers[1:] else ""
         raise ConfigError(
-            f"output_dir={str(out)!r}: {str(strangers[0].relative_to(out))!r}{more} has a name of a run's files, but "
-            "no run wrote it, or it was changed since. Choose another output_dir, or move it."
+            f"output_dir={str(out)!r}: {str(strangers[0].relative_to(out))!r}{more} is where a run writes, but no run "
+            "wrote it, or it was changed since. Choose another output_dir, or move it."
         )
 
 

@@ -115,7 +115,7 @@ NAMES = (
 def test_a_file_that_no_run_wrote_is_neither_removed_nor_replaced(tmp_path, name, overwrite):
     wanted = experiment(tmp_path, overwrite=overwrite, resume=None)
     foreign = file(wanted.output_dir / name)
-    with pytest.raises(ConfigError, match="has a name of a run's files, but no run wrote it") as caught:
+    with pytest.raises(ConfigError, match="is where a run writes, but no run wrote it") as caught:
         run(wanted)
     assert repr(name) in str(caught.value)
     assert [path for path in wanted.output_dir.rglob("*") if path.is_file()] == [foreign]
