@@ -33,6 +33,8 @@ from realign.interfaces.grpo import GRPOActorInterface, dataflow
 from realign.runtime import EpisodeEvaluation, Experiment, RunResult, run
 from realign.runtime.metrics.curves import draw_curves
 
+TASK = "multiply "
+"""Text before each question: the name of the tool, which the chat template of `openai_agent.py` writes there."""
 CALLS = 0.3
 """Fraction of the demonstrations that use the calculator."""
 PANELS = (
@@ -83,8 +85,8 @@ def prepare(folder: Path, seed: int) -> None:
     write_rows(folder / "held_out.jsonl", (question(rng) for _ in range(200)))
     from tokenizers import Regex, decoders, pre_tokenizers
 
-    words = ["calc ", "answer ", "= ", "\n", "*", "?", *"0123456789"]
-    split = pre_tokenizers.Split(Regex(r"calc |answer |= |[\s\S]"), "isolated")
+    words = [TASK, "calc ", "answer ", "= ", "\n", "*", "?", *"0123456789"]
+    split = pre_tokenizers.Split(Regex(rf"{TASK}|calc |answer |= |[\s\S]"), "isolated")
     tokenizer = build_tokenizer(words, split=split, decoder=decoders.Fuse())
     save(folder / "model", build_model("llama", 2 + len(words), seed=seed), tokenizer)
 
@@ -100,13 +102,13 @@ def experiments(folder: Path, seed: int, sft_steps: int, steps: int) -> tuple[Ex
         graph=sft.dataflow(),
         interfaces={"actor": sft.SFTInterface()},
         models={"actor": TransformersModel(str(task / "model"), optimizer=OptimizerSpec(lr=3e-3))},
-        data=SupervisedData(str(task / "demonstrations.jsonl"), template=Template.plain),
+        data=SupervisedData(str(task / "demonstrations.jsonl"), template=Template.plain, prefix=TASK),
         output_dir=folder / "sft",
         overwrite=True,
     )
 
     def agent(sampler: GenerationConfig) -> EnvironmentInterface:
-        return EnvironmentInterface(f"{__file__}:Calculator", generation=sampler, max_turns=3, max_episode_tokens=48)
+        return EnvironmentInterface(f"{__file__}:Calculator", generation=sampler, max_turns=3, max_episode_tokens=49)
 
     sampler = GenerationConfig(n=8, max_new_tokens=10)
     interfaces = {"actor": GRPOActorInterface(generation=sampler), "agent": agent(sampler)}
@@ -121,9 +123,9 @@ def experiments(folder: Path, seed: int, sft_steps: int, steps: int) -> tuple[Ex
             "actor": TransformersModel(str(folder / "sft" / "final" / "actor"), optimizer=OptimizerSpec(lr=2e-4)),
             "agent": SharedModel(of="actor"),
         },
-        data=PromptData(str(task / "questions.jsonl"), template=Template.plain),
+        data=PromptData(str(task / "questions.jsonl"), template=Template.plain, prefix=TASK),
         evaluation=EpisodeEvaluation(
-            PromptData(str(task / "held_out.jsonl"), template=Template.plain),
+            PromptData(str(task / "held_out.jsonl"), template=Template.plain, prefix=TASK),
             every_steps=10,
             episodes=agent(GenerationConfig(max_new_tokens=10)),
         ),

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from calculator_agent import PANELS, experiments, prepare  # the example beside this file
+from calculator_agent import PANELS, TASK, experiments, prepare  # the example beside this file
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 from rich.console import Console
 from transformers import AutoTokenizer
@@ -53,7 +53,7 @@ CHAT_TEMPLATE = """\
     {%- elif m.role == 'tool' %}
         {{- '= ' + m.content + '\\n' }}
     {%- else %}
-        {{- m.content }}
+        {{- (tools[0].function.name + ' ' if tools and loop.first else '') + m.content }}
     {%- endif %}
 {%- endfor %}"""
 RESPONSE_TEMPLATE = {
@@ -104,7 +104,7 @@ def with_agent(learn: Experiment, folder: Path, agent: str = AGENT) -> Experimen
     """Return the experiment with an agent in place of the environment class."""
 
     def player(sampler: GenerationConfig) -> AgentInterface:
-        return AgentInterface(agent, generation=sampler, max_calls=MAX_CALLS, max_sequence_tokens=55)
+        return AgentInterface(agent, generation=sampler, max_calls=MAX_CALLS, max_sequence_tokens=56)
 
     sampler = learn.interfaces["actor"].plan().generation
     assert sampler is not None
@@ -119,7 +119,7 @@ def with_agent(learn: Experiment, folder: Path, agent: str = AGENT) -> Experimen
         models=learn.models,
         data=learn.data,
         evaluation=EpisodeEvaluation(
-            PromptData(str(folder / "task" / "held_out.jsonl"), template=Template.plain),
+            PromptData(str(folder / "task" / "held_out.jsonl"), template=Template.plain, prefix=TASK),
             every_steps=10,
             episodes=player(GenerationConfig(max_new_tokens=10)),
         ),
