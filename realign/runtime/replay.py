@@ -12,6 +12,7 @@ import json
 import math
 import pdb
 import time
+from bdb import BdbQuit
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -334,7 +335,13 @@ def _debugging(runtime: LocalRuntime, role: str) -> Iterator[None]:
     members = dict(inspect.getmembers(interface, inspect.ismethod))
     name = "loss" if "loss" in members else "train_step"
     call, debugger = members[name], pdb.Pdb()
-    setattr(interface, name, lambda *args, **kwargs: debugger.runcall(call, *args, **kwargs))
+
+    def debugged(*args: Any, **kwargs: Any) -> Any:
+        if (result := debugger.runcall(call, *args, **kwargs)) is None:  # `q`: neither method returns None
+            raise BdbQuit
+        return result
+
+    setattr(interface, name, debugged)
     yield
 
 
