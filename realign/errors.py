@@ -121,7 +121,7 @@ class ExitCode(IntEnum):
     interrupted = 130
     """Stopped by SIGINT."""
     terminated = 143
-    """Stopped by SIGTERM."""
+    """Stopped by SIGTERM. Other signals have their own code, 128 and their number: 129 for SIGHUP, 138 for SIGUSR1."""
 
 
 __all__ = [

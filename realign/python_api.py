@@ -33,7 +33,7 @@ from realign.cli.chat import Chat, typed_lines
 from realign.cli.commands import use_expandable_segments
 from realign.cli.exit_codes import plain_warnings
 from realign.cli.export import Export, model_or_run
-from realign.cli.train import build, console, is_one_of_many, record, run_alone, terminated_by_exception
+from realign.cli.train import build, console, is_one_of_many, record, run_alone
 from realign.config.aliases import translate
 from realign.config.command_line import prepare, quoted_text
 from realign.config.composition import Composed, compose_layers
@@ -41,6 +41,7 @@ from realign.config.construct import fill, import_path
 from realign.config.experiment import as_node
 from realign.config.trees import get, merge
 from realign.config.words import TARGET
+from realign.console import lasting_console
 from realign.errors import ConfigError, DataError, RunComplete
 from realign.own_files import OwnFiles, move, open_new, refuse_link, remove_scratch
 from realign.report.files import METRICS, check_run, json_lines
@@ -49,6 +50,7 @@ from realign.rewards.pool.functions import SessionFunction, source_of
 from realign.runtime import Experiment
 from realign.runtime.metrics.samples import spoken
 from realign.runtime.output_folder import START
+from realign.signals import terminated_by_exception
 
 StrPath: TypeAlias = str | os.PathLike[str]
 _PLAIN = re.compile(r"[A-Za-z_./][\w./:@-]*", re.ASCII)
@@ -209,7 +211,7 @@ def train(
     """
     use_expandable_segments()
     arguments = {"model": model, "tokenizer": tokenizer, "data": data, "reward": reward}
-    with plain_warnings(debug=False), terminated_by_exception():
+    with plain_warnings(debug=False), terminated_by_exception(), lasting_console():
         if isinstance(experiment, Experiment):
             if given := [
                 *overrides,

@@ -6,6 +6,7 @@ import atexit
 import gc
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -88,6 +89,7 @@ def _main(folder: Path, words: tuple[str, ...], environment: dict[str, str], out
     os.environ.clear()
     os.environ |= environment
     os.chdir(folder)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # tests that run in the background inherit "ignore"
     torch.set_num_threads(1)
     sys.path.insert(0, "")
     sys.argv = ["realign", *words]

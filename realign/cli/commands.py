@@ -10,6 +10,7 @@ import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,12 +25,15 @@ from realign.cli.arguments import (
     without_names,
 )
 from realign.cli.exit_codes import full_errors, guarded, plain_warnings
-from realign.cli.train import alone, built, is_one_of_many, on_ranks, terminated_by_exception
+from realign.cli.train import alone, built, is_one_of_many, on_ranks
 from realign.config.aliases import COMMANDS as OTHER_COMMANDS
 from realign.config.command_line import is_file
 from realign.config.errors import ConfigError, suggest
 from realign.config.files import list_algorithms, list_experiments
+from realign.console import lasting_console
+from realign.errors import ExitCode
 from realign.own_files import make_folder, replace_text
+from realign.signals import terminated_by_exception
 from realign.version import installed_version
 
 if TYPE_CHECKING:
@@ -103,8 +107,8 @@ Exit codes
   1    a bug; the traceback is on stderr
   2    an error that a restart does not fix; one line on stderr
   75   a failure that restarting with resume=auto fixes, such as a full disk or a lost worker
-  130  stopped by Ctrl-C; 143: stopped by SIGTERM. The first signal finishes the step and saves a checkpoint, and the
-       second signal stops the run immediately.
+  130  stopped by Ctrl-C; 143: by SIGTERM; 129: by a closed terminal; 138: by SIGUSR1. The first signal finishes the
+       step and saves a checkpoint, and the second signal stops the run immediately.
 
 Experiments
 {experiments}
@@ -127,15 +131,35 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code, as listed in `realign.errors.ExitCode`.
     """
     args = list(sys.argv[1:] if argv is None else argv)
-    if argv is None:
-        # The last collection of a process with torch and transformers takes a CPU second, and frees what ends anyway.
-        atexit.register(gc.freeze)
-        if line := first_line(args):
-            print(line, flush=True)
     use_expandable_segments()
     debug = "--debug" in args or full_errors()
-    with plain_warnings(debug):
-        return guarded(lambda: _of_all_ranks(args, debug), debug)
+    with lasting_console() as console, plain_warnings(debug):
+        if argv is None:
+            # The last collection of a process with torch and transformers takes a CPU second, and frees what ends
+            # anyway.
+            atexit.register(gc.freeze)
+            if line := first_line(args):
+                print(line, flush=True)
+        code = guarded(lambda: _of_all_ranks(args, debug), debug)
+        if console is not None and not code and not _works(args):
+            console.flush()
+            if console.lost is not None:
+                return guarded(partial(_lost, console.lost), debug)
+        return code
+
+
+def _works(args: Sequence[str]) -> bool:
+    """Return whether a command line does more than print, so that it succeeds without its output, too."""
+    command = next(iter(args), "")
+    trains = command not in COMMANDS or command in (TRAIN, "fork")
+    return command in ("serve", "view") or (trains and not {arg.partition("=")[0] for arg in args} & {*PRINTING})
+
+
+def _lost(error: OSError) -> int:
+    """Return the exit code of a command whose output was lost, or raise why; a closed pipe needs no words."""
+    if isinstance(error, BrokenPipeError):
+        return ExitCode.error
+    raise error
 
 
 def first_line(args: Sequence[str]) -> str:

@@ -30,10 +30,6 @@ def guarded(action: Callable[[], int | None], debug: bool) -> int:
     """
     try:
         return action() or ExitCode.success
-    except BrokenPipeError:
-        # The reader of stdout closed the pipe. Without this, Python would report the error again when it exits.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return ExitCode.error
     except (Exception, KeyboardInterrupt) as error:
         text, code = described(error, debug)
         if code == ExitCode.bug:

@@ -11,14 +11,10 @@ import json
 import logging
 import os
 import secrets
-import signal
 import sys
-import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
-from types import FrameType
 from typing import TYPE_CHECKING, TypeAlias
 
 from realign.cli.arguments import composed_line
@@ -26,6 +22,7 @@ from realign.cli.exit_codes import described, exit_code, guarded
 from realign.config.errors import ConfigError
 from realign.errors import ExitCode, TransientError
 from realign.own_files import OwnFiles, make_folder, replace_text
+from realign.signals import terminated_by_exception
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -307,24 +304,3 @@ def _quiet() -> None:
     warnings.simplefilter("ignore")
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-
-
-@contextmanager
-def terminated_by_exception() -> Iterator[None]:
-    """Raise an exception on SIGTERM, so that it ends a run like Ctrl-C: files are closed and workers stopped."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread can set signal handlers
-        return
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        from realign.runtime.processes.signals import (
-            Interrupted,  # imported late: the package takes a second to import, and --cfg does not need it
-        )
-
-        raise Interrupted(number)
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -10,12 +10,12 @@ from realign.runtime.evaluation.loss import LossEvaluation
 from realign.runtime.experiment import Experiment
 from realign.runtime.local import LocalRuntime
 from realign.runtime.metrics.trackers import MLflow, SwanLab, TensorBoard, Tracker, TrackerSpec, Trackio, WandB
-from realign.runtime.processes.signals import Interrupted
 from realign.runtime.rollout.dynamic_sampling import DynamicSampling
 from realign.runtime.rollout.spec import Async, OnUpdate, RolloutSpec
 from realign.runtime.run_experiment import run
 from realign.runtime.runtime_spec import Local, Placement, Ray, RuntimeSpec
 from realign.runtime.training import RunResult
+from realign.signals import Interrupted
 
 __all__ = [
     "Async",

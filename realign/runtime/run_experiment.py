@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from types import MappingProxyType
 
@@ -12,6 +12,7 @@ from rich.console import Console
 
 from realign.api import Callback
 from realign.api.sampler import samples_externally
+from realign.console import lasting_console
 from realign.engines.distributed.ranks import Ranks, current
 from realign.engines.files.folders import check_name, restore_interrupted_saves
 from realign.errors import CheckpointError, ConfigError
@@ -71,7 +72,7 @@ def run(
 ) -> RunResult:
     """Load everything, train for `experiment.steps`, evaluate and save; see `Experiment` for the settings.
 
-    In the main thread, Ctrl-C and SIGTERM stop the run after the current step, once a checkpoint is written.
+    In the main thread, a signal (`realign.signals`) stops the run after the current step, once a checkpoint is written.
 
     In a torch.distributed group every rank calls this with the same experiment. Rank 0 writes the files. Rank 0 also
     decides everything that depends on a clock, a disk or a signal. With runtime=ray, a run whose worker died
@@ -112,7 +113,7 @@ def run(
         try_interfaces(experiment)  # one that cannot be opened is reported before the launch table
     if begin is not None:
         report.log.write(begin())
-    with report.log.capturing() if ranks.leader else nullcontext():
+    with lasting_console(console), report.log.capturing() if ranks.leader else nullcontext():
         while True:
             try:
                 # each attempt connects to a new cluster: the failure that killed a worker may have killed the cluster
@@ -150,18 +151,16 @@ def _with_callbacks(experiment: Experiment, callbacks: Mapping[str, Callback]) -
 
 @contextmanager
 def _status(console: Console | None, text: str) -> Iterator[None]:
-    """Show what the run is doing. Errors of the output, which may be a file on a full disk, are ignored."""
+    """Show what the run is doing."""
     # rich's spinner needs ipywidgets in a notebook, and warns without them
     status = None if console is None or console.is_jupyter else console.status(text)
     if status is not None:
-        with suppress(OSError):
-            status.start()
+        status.start()
     try:
         yield
     finally:
         if status is not None:
-            with suppress(OSError):
-                status.stop()
+            status.stop()
 
 
 def _opened(

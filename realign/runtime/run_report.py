@@ -57,6 +57,10 @@ class RunInfo:
         first: first step of this attempt.
         fresh: whether this is a new run, whose file replaces an earlier one.
         parent: run, its id, and the step from which a new run continues.
+        recorded: last step in metrics.jsonl before this attempt.
+
+    Attributes:
+        tracked: last step that each tracker got in an earlier attempt; -1 if none.
     """
 
     def __init__(
@@ -68,6 +72,7 @@ class RunInfo:
         *,
         fresh: bool,
         parent: Mapping[str, Any] | None = None,
+        recorded: int = -1,
     ) -> None:
         earlier = [] if fresh else attempts_in(folder)
         self._folder = folder
@@ -84,11 +89,16 @@ class RunInfo:
             "pid": os.getpid(),
         }
         before = {} if fresh else run_json(folder)
+        had = before.get("trackers", {})
+        # an earlier attempt may have got further than the one before this
+        trackers = runtime.experiment.trackers
+        self.tracked = {name: max(recorded, int(had[name])) if name in had else -1 for name in trackers}
         # a random one, and not the folder: both a run and its forks may be moved
         self._content = _described(runtime) | {
             "id": before.get("id") or uuid.uuid4().hex,
             "parent": parent or before.get("parent"),
             "attempts": [*earlier, self._attempt],
+            "trackers": self.tracked,
         }
         self._write()
 
@@ -383,10 +393,9 @@ class RunReport:
             return
         self.log.write(f"end of the run\n{summary.text()}")
         if console is not None:
-            with suppress(OSError):  # the output may be a file on a full disk; the log has the summary too
-                if self.before_panel is not None:
-                    self.before_panel()
-                summary.show(console)
+            if self.before_panel is not None:
+                self.before_panel()
+            summary.show(console)
 
     def summary(
         self, experiment: Experiment, event: EndEvent, history: Sequence[Mapping[str, float]], seconds: float

@@ -34,7 +34,6 @@ from realign.runtime.metrics.samples import SHOWN, show
 from realign.runtime.metrics.shown_metrics import headline, panels, targets
 from realign.runtime.metrics.trackers import BestEffortTracker, Tracker
 from realign.runtime.output_folder import take_output_folder
-from realign.runtime.processes.signals import Interrupted, StopSignals
 from realign.runtime.processes.watchdog import Watch, WorkerLost
 from realign.runtime.recorded_calls import remove_later_calls, write_calls
 from realign.runtime.resume import DYNAMIC_SAMPLING, training_settings
@@ -48,6 +47,7 @@ from realign.runtime.run_checkpoints import (
     interface_states,
 )
 from realign.runtime.run_report import RunInfo, RunReport, parent_record
+from realign.signals import Interrupted, StopSignals
 
 
 def activity(watch: Watch, graph: DataflowGraph, interfaces: Mapping[str, ModelInterface], *, first_step: bool) -> str:
@@ -119,8 +119,7 @@ class TrainingLoop:
             if not start.new_run:
                 self.saves.load_state_dict(start.state["saves"])
             left = f"Next step: {self.first} of {e.steps}." if self.first <= e.steps else "No step is left."
-            self._say(f"Resumed from {start.checkpoint.path}. {left}")
-            report.log.write(f"resumed from {start.checkpoint.path}. {left}")
+            self._say_and_log(f"Resumed from {start.checkpoint.path}. {left}")
         self.callbacks = RunCallbacks(e.callbacks, self.ranks)
         if start is not None and CheckpointPart.callbacks not in e.resume_skip and "callbacks" in start.state:
             self.callbacks.load_state_dict(start.state["callbacks"], stopped=start.complete)
@@ -160,17 +159,24 @@ class TrainingLoop:
         fresh = start is None or not start.own or self.fresh
         parent = None if start is None or start.own or self.fresh else parent_record(start.run, start.step)
         command = self.report.command
-        self.info = RunInfo(self.out, self.runtime, command, self.first, fresh=fresh, parent=parent)
+        recorded = records.recorded
+        self.info = RunInfo(self.out, self.runtime, command, self.first, fresh=fresh, parent=parent, recorded=recorded)
+        if recorded > self.done and max(self.info.tracked.values(), default=-1) > self.done:
+            self._say_and_log(
+                f"Steps {self.first} to {recorded} run again. Trackers keep their earlier values; metrics.jsonl has "
+                "the new ones."
+            )
         if self.experiment.resolved:
             text = yaml.safe_dump(dict(self.experiment.resolved), sort_keys=False, allow_unicode=True)
             replace_text(self.out / "config.yaml", text)
-        # metrics.jsonl first: a tracker of the caller that raises must not cost the line of the step
-        self.receivers = [records.metrics, *trackers, *self._opened(stack)]
+        # those of the caller last: one that raises must not cost the line of the step, nor what others get of it
+        self.receivers = [records.metrics, *self._opened(stack), *trackers]
         return [] if self.fresh else records.history()
 
     def _opened(self, stack: ExitStack) -> Iterable[Tracker]:
         for name, spec in self.experiment.trackers.items():
-            tracker = BestEffortTracker(name, spec.open(self.experiment.name, self.out))
+            assert self.info is not None
+            tracker = BestEffortTracker(name, spec.open(self.experiment.name, self.out), self.info.tracked[name])
             stack.callback(tracker.close)
             yield tracker
         yield self.report.log
@@ -396,9 +402,13 @@ class TrainingLoop:
             return
         try:
             if kept := self._kept():
-                self._say(f"Step {self.done} of {self.experiment.steps} is the last complete one. {kept}")
+                self._say_and_log(f"Step {self.done} of {self.experiment.steps} is the last complete one. {kept}")
         except Exception as second:  # it must not hide the first one
             warnings.warn(f"The checkpoint of step {self.done} was not written ({second}).", stacklevel=2)
+
+    def _say_and_log(self, text: str) -> None:
+        self._say(text)
+        self.report.log.write(text)
 
     def _say(self, text: str) -> None:
         if self.console is not None:

@@ -21,7 +21,7 @@ from realign.errors import (
     SettingsError,
     TransientError,
 )
-from realign.runtime.processes.signals import Interrupted
+from realign.signals import Interrupted
 
 ONE_LINE = "n_microbatches=0: must be at least 1"
 

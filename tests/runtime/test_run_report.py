@@ -106,7 +106,7 @@ def test_a_failed_run_shows_nothing_and_keeps_its_status(tmp_path):
 
     text, summary = shown(tmp_path, fails=ValueError, callbacks={"stop": Fails()})
     assert "steps in" not in text
-    assert (summary["status"], summary["reason"], summary["step"]) == ("failed", "a bug", 0)
+    assert (summary["status"], summary["reason"], summary["step"]) == ("failed", "a bug", 1)
 
 
 def test_a_run_from_python_suggests_no_command_line(tmp_path):

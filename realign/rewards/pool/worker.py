@@ -22,6 +22,7 @@ from multiprocessing.connection import Connection
 from numbers import Real
 from typing import Any, NamedTuple, TypeAlias
 
+from realign.console import lasting_console
 from realign.errors import DataError
 from realign.rewards.pool.functions import load_function
 from realign.rewards.pool.http import Unreachable
@@ -300,7 +301,7 @@ def serve(pipe: Connection, source: str | bytes, limits: WorkerLimits, concurren
     limit_process(limits)
     memory = MemoryWatch()
     # the event loop stays open between chunks, since clients keep their connections on it
-    with suppress(EOFError), asyncio.Runner() as runner:
+    with suppress(EOFError), lasting_console(), asyncio.Runner() as runner:
         pipe.send(None)
         while True:
             chunk: list[bytes] = pipe.recv()

@@ -16,10 +16,11 @@ from pathlib import Path
 from realign.errors import ConfigError, ExitCode
 from realign.own_files import OwnFiles, read_regular, replace_text
 from realign.runtime.checkpoint.folder import CHECKPOINTS, list_checkpoints
+from realign.signals import SIGNALS
 
 NAME = "last_failure.json"
 """Name of the file in `output_dir`."""
-NO_FAILURE = frozenset({ExitCode.interrupted, ExitCode.terminated})
+NO_FAILURE = frozenset(128 + number for number in SIGNALS)
 """Exit codes of a run that a signal stopped. They leave the file unchanged."""
 
 

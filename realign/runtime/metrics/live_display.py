@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
 
@@ -117,9 +116,8 @@ class LiveDisplay:
 
             self._cell = display(self._render(), display_id=True)
         else:
-            with suppress(OSError):  # `log` meets the same error, and `BestEffortTracker` warns about it
-                for line in self._header:
-                    self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+            for line in self._header:
+                self._console.print(line, markup=False, highlight=False, soft_wrap=True)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:

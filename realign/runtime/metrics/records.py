@@ -23,6 +23,8 @@ from realign.runtime.checkpoint.schema import RECORDS
 
 _MOST_WAITING = 10_000
 _CHUNK = 1 << 20
+_TAIL = 1 << 20
+"""Bytes at the end of metrics.jsonl that contain its last line."""
 
 
 class JsonLinesWriter:
@@ -183,6 +185,10 @@ class Records:
     def __init__(self, folder: Path, start: Start | None) -> None:
         """Open the files in `folder`. When resuming from `start`, truncate them to their size at its checkpoint."""
         state: Mapping[str, Any] = {"seconds": 0.0, "sizes": {}}
+        self.recorded = -1
+        """Last step in metrics.jsonl before it was truncated; -1 if there is none."""
+        if start is not None and start.own:
+            self.recorded = _last_step(folder / "metrics.jsonl")
         if start is not None and not start.new_run:
             state = start.state["records"]
             self._take_over(folder, start, state)
@@ -232,6 +238,16 @@ class Records:
                 flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
                 with io.BufferedWriter(open_regular(folder / source.name, flags, "wb")) as copy:
                     copy.writelines(prefix(source, size))
+
+
+def _last_step(path: Path) -> int:
+    """Return the step of the last whole line of metrics.jsonl; -1 if it has none."""
+    with suppress(OSError, ConfigError), open_regular(path, os.O_RDONLY, "rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL))
+        for line in reversed(file.read().splitlines()):
+            with suppress(ValueError, LookupError, TypeError):
+                return int(json.loads(line)["step"])
+    return -1
 
 
 def _compare(path: Path, size: int, sha256: str, step: int) -> None:

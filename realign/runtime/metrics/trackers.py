@@ -9,11 +9,13 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import os
 import re
 import time
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
@@ -45,15 +47,19 @@ class BestEffortTracker:
     Args:
         name: Name of the tracker, for messages.
         tracker: Wrapped tracker.
+        has: Last step that the tracker got before the run was resumed. It keeps the values of steps up to there:
+            Weights & Biases would drop them silently if they came again, and MLflow would show them twice.
     """
 
-    def __init__(self, name: str, tracker: Tracker) -> None:
+    def __init__(self, name: str, tracker: Tracker, has: int = -1) -> None:
         self.name = name
-        self._tracker = tracker
+        self._tracker, self._has = tracker, has
         self._missed: list[int] = []
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Forward the metrics to the tracker. Warn about the first failure and count later ones."""
+        if step <= self._has:
+            return
         try:
             self._tracker.log(step, metrics)
         except Exception as error:
@@ -125,8 +131,12 @@ class ProjectTracker(Settings, TrackerSpec, ABC):
     def open(self, name: str, output_dir: Path) -> Tracker:
         library = _extra(self.package, self.package)
         shared = {"project": self.project, "group": self.group, "name": name, "config": _config(output_dir)}
-        run = library.init(**shared, **self.start_options(output_dir))
+        run = library.init(**shared, **self.start_options(output_dir), **self._identity(_id(output_dir)))
         return _Run(run, partial(self.samples_table, library), output_dir)
+
+    def _identity(self, run: str | None) -> dict[str, Any]:
+        """Return the arguments by which a resumed run continues its run of the tracker."""
+        return {} if run is None or f"{self.package.upper()}_RUN_ID" in os.environ else {"id": run, "resume": "allow"}
 
     @abstractmethod
     def start_options(self, output_dir: Path) -> dict[str, Any]:
@@ -166,9 +176,12 @@ class Trackio(ProjectTracker):
     package: ClassVar[str] = "trackio"
 
     @override
+    def _identity(self, run: str | None) -> dict[str, Any]:
+        return {"resume": "allow"}  # it continues the run of its name
+
+    @override
     def start_options(self, output_dir: Path) -> dict[str, Any]:
-        # allow: a resumed run continues the run of its name. embed would open a dashboard in a notebook
-        return {"space_id": self.space, "resume": "allow", "embed": False}
+        return {"space_id": self.space, "embed": False}  # embed would open a dashboard in a notebook
 
 
 class SwanLabMode(StrEnum):
@@ -186,6 +199,11 @@ class SwanLab(ProjectTracker):
     mode: SwanLabMode = SwanLabMode.online
     """`online` uploads during the run; `local` is for `swanlab watch`; `offline` writes files for `swanlab sync`."""
     package: ClassVar[str] = "swanlab"
+
+    @override
+    def _identity(self, run: str | None) -> dict[str, Any]:
+        # only its server knows earlier runs; its older versions accept ids of 21 characters only
+        return super()._identity(run and run[:21]) if self.mode is SwanLabMode.online else {}
 
     @override
     def start_options(self, output_dir: Path) -> dict[str, Any]:
@@ -251,7 +269,14 @@ class _MlflowRun:
         self._client, self._output_dir = client, output_dir
         known = self._client.get_experiment_by_name(experiment)
         at = known.experiment_id if known is not None else self._client.create_experiment(experiment)
-        self._id = self._client.create_run(at, run_name=name).info.run_id
+        # MLflow chooses the id of a run, so it is found by a tag
+        own = _id(output_dir) or ""
+        found = self._client.search_runs([at], f"tags.{MLFLOW_TAG} = '{own}'", max_results=1) if own else []
+        if found:
+            self._id = found[0].info.run_id
+            self._client.update_run(self._id, status="RUNNING")
+        else:
+            self._id = self._client.create_run(at, run_name=name, tags={MLFLOW_TAG: own}).info.run_id
         self._metric = _extra("mlflow.entities", "mlflow").Metric
         self._client.log_dict(self._id, _config(output_dir), "config.yaml")
 
@@ -269,6 +294,10 @@ class _MlflowRun:
             self._client.set_terminated(self._id)
 
 
+MLFLOW_TAG = "realign_run"
+"""Tag of MLflow with the id of the run."""
+
+
 def _mlflow_name(metric: str) -> str:
     """Return the name of a metric without characters that MLflow rejects, such as the `@` of `eval/pass@4`."""
     return re.sub(r"[^\w\-./ ]", "_", metric.replace("@", "_at_"))
@@ -278,6 +307,13 @@ def _config(output_dir: Path) -> dict[str, Any]:
     """Return the resolved config of a run."""
     resolved = output_dir / "config.yaml"
     return load_yaml(resolved.read_text(encoding="utf-8")) if resolved.is_file() else {}
+
+
+def _id(output_dir: Path) -> str | None:
+    """Return the id of the run, which it keeps when it is resumed; None if run.json could not be written."""
+    with suppress(OSError, ValueError, LookupError, TypeError):
+        return str(json.loads((output_dir / "run.json").read_bytes())["id"])
+    return None
 
 
 def _samples(output_dir: Path) -> list[list[Any]]:

@@ -21,7 +21,9 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from realign.engines.distributed.ranks import Ranks
+from realign.console import write_stderr
+from realign.endpoint.server import is_loopback
+from realign.engines.distributed.ranks import LAUNCHED, Ranks
 from realign.errors import ConfigError, TransientError
 from realign.runtime.processes.agreement import by_rank, check_same, software
 from realign.runtime.processes.watchdog import Describe, RankWatch
@@ -39,6 +41,10 @@ PLAN = "plan"
 """Key of the store: the plan of rank 0."""
 ATTEMPT = "attempt"
 """Key of the store: a random id of this attempt of the run, the same on all ranks."""
+NEARBY = timedelta(seconds=60)
+"""The same for ranks at a loopback address that torchrun didn't start: all of them are on this machine."""
+PATIENCE_S = 10.0
+"""Seconds after which a wait for ranks is announced."""
 ASK_S = 0.1
 ANSWER_S = 10.0
 """Timeout of one connection attempt, in seconds."""
@@ -85,16 +91,15 @@ class Meeting:
 
     def _wait_for_all(self) -> None:
         # polls instead of `store.wait`, which neither a signal nor the end of another rank could interrupt
-        absent, until = list(range(self.ranks.size)), time.monotonic() + START.total_seconds()
+        absent, wait = list(range(self.ranks.size)), _Wait(self.ranks)
         while absent := [rank for rank in absent if not self._store.check([self._present(rank)])]:
             self.watch.leave_if_ended()
-            if time.monotonic() > until:
+            names = f"rank {', '.join(map(str, absent))} of {self.ranks.size}"
+            if wait.is_over(names):
                 raise TransientError(
-                    f"WORLD_SIZE={self.ranks.size}: rank {', '.join(map(str, absent))} did not connect within "
-                    f"{START.total_seconds() / 60:g} minutes. Check the machines of these ranks, and restart the run "
-                    "with resume=auto."
+                    f"WORLD_SIZE={self.ranks.size}: {names} did not connect within {wait.limit}. Check the machines of "
+                    f"these ranks, and restart the run with resume=auto. {wait.cure}"
                 )
-            time.sleep(ASK_S)
 
     @staticmethod
     def _present(rank: int) -> str:
@@ -207,19 +212,42 @@ def _wait_for_server(host: str, port: int, ranks: Ranks) -> None:
     Raises:
         TransientError: No process listened within `START`.
     """
-    until = time.monotonic() + START.total_seconds()
+    wait = _Wait(ranks)
     while True:
         try:
             socket.create_connection((host, port), timeout=ANSWER_S).close()
             return
         except OSError as error:
-            if time.monotonic() > until:
+            if wait.is_over(f"rank 0 of {ranks.size} at MASTER_ADDR={host}, MASTER_PORT={port}"):
                 raise TransientError(
                     f"rank {ranks.rank} of {ranks.size} could not connect to MASTER_ADDR={host}, MASTER_PORT={port} "
-                    f"within {START.total_seconds() / 60:g} minutes ({error}). Check that rank 0 runs, and that all "
-                    "ranks have its address."
+                    f"within {wait.limit} ({error}). Check that rank 0 runs, and that all ranks have its address. "
+                    f"{wait.cure}"
                 ) from error
-            time.sleep(ASK_S)
+
+
+class _Wait:
+    """A wait for other ranks, which says what it waits for: maybe nobody has started them."""
+
+    cure = f"If you didn't start several ranks, unset {' '.join(LAUNCHED)}."
+
+    def __init__(self, ranks: Ranks) -> None:
+        """Start to wait."""
+        nearby = is_loopback(os.environ["MASTER_ADDR"]) and "TORCHELASTIC_RUN_ID" not in os.environ
+        limit = NEARBY if nearby else START
+        self.limit = f"{limit.total_seconds():g} seconds" if nearby else f"{limit.total_seconds() / 60:g} minutes"
+        self._started = time.monotonic()
+        self._seconds = limit.total_seconds()
+        self._silent = os.environ.get("LOCAL_RANK", "0") == "0"
+
+    def is_over(self, waits_for: str) -> bool:
+        """Pause, and return whether the time is up. Announce a wait that takes long, once for each machine."""
+        seconds = time.monotonic() - self._started
+        if self._silent and seconds > PATIENCE_S:
+            self._silent = False
+            write_stderr(f"waiting for {waits_for}, up to {self.limit}. {self.cure}\n")
+        time.sleep(ASK_S)
+        return seconds > self._seconds
 
 
 def _backend() -> str:

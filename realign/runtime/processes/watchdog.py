@@ -26,6 +26,7 @@ from datetime import timedelta
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeAlias
 
+from realign.console import write_stderr
 from realign.engines.distributed.ranks import Ranks, is_of_another_rank
 from realign.errors import ExitCode, TransientError
 from realign.runtime.runtime_spec import RuntimeSpec
@@ -210,7 +211,7 @@ class Watchdog(Watch):
         limit = f"runtime.rpc_timeout_minutes={self.limit_s / 60:g}"
         self._message = f"{operation.what} exceeded {limit}. Restart the run with resume=auto."
         report = f"error: {operation.describe()} exceeds {limit}. The run ends. Stacks of all threads:\n{stacks()}\n"
-        os.write(2, report.encode(errors="replace"))  # not the log, since the thread that hangs may hold its lock
+        write_stderr(report)  # not the log, since the thread that hangs may hold its lock
         # to the main thread itself: a signal to the process might not interrupt its blocking system call
         if self._interrupts is not None and END is not None:
             signal.pthread_kill(self._interrupts, END)
@@ -225,7 +226,7 @@ class Watchdog(Watch):
         try:
             self.record(error, code)
         except Exception as failed:
-            os.write(2, f"warning: the failure of the run was not recorded ({failed!r}).\n".encode(errors="replace"))
+            write_stderr(f"warning: the failure of the run was not recorded ({failed!r}).\n")
 
     @contextmanager
     def _interruptible(self) -> Iterator[None]:
@@ -427,7 +428,7 @@ class RankWatch(Watchdog):
             return
         if gone:
             self._recorded(TransientError(gone), self.code)
-            os.write(2, f"error: {gone}\n".encode())
+            write_stderr(f"error: {gone}\n")
         os._exit(self.code)
 
     def _states(self) -> list[str]:
@@ -463,4 +464,4 @@ class RankWatch(Watchdog):
         self._wait_for_states()
         states = [self._store.get(key).decode() if self._store.check([key]) else "no answer" for key in keys]
         lines = [f"rank {rank}: {state}" for rank, state in enumerate(states)]
-        os.write(2, "\n".join([f"error: {limit} The run ends.", *lines, ""]).encode())
+        write_stderr("\n".join([f"error: {limit} The run ends.", *lines, ""]))

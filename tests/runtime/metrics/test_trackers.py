@@ -12,8 +12,10 @@ from typing import ClassVar
 import pytest
 
 from realign.errors import ConfigError
-from realign.runtime import MLflow, SwanLab, TensorBoard, Trackio, WandB
+from realign.runtime import CheckpointSpec, MLflow, SwanLab, TensorBoard, Trackio, WandB, run
 from realign.runtime.metrics.trackers import LATEST, BestEffortTracker, SwanLabMode, WandbMode
+from tests.checkpoint_runs import run_until_killed
+from tests.toys import experiment
 
 
 def test_a_tracker_that_fails_ends_no_run_and_what_it_missed_is_told():
@@ -148,6 +150,117 @@ def test_mlflow_gets_config_metrics_and_samples(monkeypatch, tmp_path):
     )
     metrics = next(kwargs["metrics"] for name, _, kwargs in noted if name == "log_batch")
     assert [(name, value, step) for name, value, _, step in metrics] == [("eval/pass_at_2", 0.5, 4)]
+
+
+class Board:
+    """Stand-in for W&B, SwanLab and MLflow: a server whose runs outlive a process, each with its rules for steps."""
+
+    def __init__(self) -> None:
+        self.steps: dict[str, list[int]] = {}
+        self.tags: dict[str, str] = {}
+        self.current = ""
+
+    def init(self, *, id=None, resume=None, **_):
+        self.current = id or f"chosen by the server {len(self.steps)}"
+        assert self.current not in self.steps or resume == "allow"
+        self.steps.setdefault(self.current, [])
+        return self
+
+    def log(self, metrics, step=None):
+        if step is not None:
+            assert all(step > earlier for earlier in self.steps[self.current])  # W&B drops it silently
+            self.steps[self.current].append(step)
+
+    def finish(self):
+        self.current = ""
+
+    def Text(self, text):
+        return text
+
+    def Table(self, **table):
+        return table
+
+    # MLflow
+
+    def MlflowClient(self, uri):
+        return self
+
+    def get_experiment_by_name(self, name):
+        return SimpleNamespace(experiment_id="e")
+
+    def search_runs(self, experiments, query, max_results):
+        tag, _, value = query.partition(" = ")
+        assert tag == "tags.realign_run"
+        found = [run for run, of in self.tags.items() if repr(of) == value]
+        return [SimpleNamespace(info=SimpleNamespace(run_id=run)) for run in found]
+
+    def create_run(self, experiment, run_name, tags):
+        run = self.init().current
+        self.tags[run] = tags["realign_run"]
+        return SimpleNamespace(info=SimpleNamespace(run_id=run))
+
+    def log_batch(self, run, metrics):
+        self.current = run
+        if metrics:  # there are none before the first step
+            self.log({}, metrics[0][3])
+
+    def update_run(self, run, status):
+        assert status == "RUNNING"
+
+    def set_terminated(self, run):
+        pass
+
+    log_dict = log_table = set_terminated
+
+
+@pytest.fixture(params=[WandB, SwanLab, MLflow])
+def board(request, monkeypatch):
+    """Return a server, and the tracker that writes to it."""
+    served = Board()
+    served.log_dict = served.log_table = lambda *_: None
+    monkeypatch.setitem(sys.modules, request.param.__name__.lower(), served)
+    monkeypatch.setitem(sys.modules, "mlflow.entities", SimpleNamespace(Metric=lambda *values: values))
+    for name in ("WANDB", "SWANLAB"):
+        monkeypatch.delenv(f"{name}_RUN_ID", raising=False)
+    return served, request.param
+
+
+def test_a_resumed_run_continues_its_run_of_the_tracker_and_each_step_comes_once(tmp_path, board):
+    """Kill it twice after steps that no checkpoint has: they run again, and the tracker keeps its values."""
+    served, tracker = board
+    seldom = {"checkpoint": CheckpointSpec(every_steps=2), "evaluation": None, "resume": "auto"}
+    for stop in (3, 5):
+        run_until_killed(experiment(tmp_path, steps=6, trackers={"x": tracker()}, **seldom), stop)
+    run(experiment(tmp_path, steps=6, trackers={"x": tracker()}, **seldom))
+    assert [[step for step in steps if step] for steps in served.steps.values()] == [[1, 2, 3, 4, 5, 6]]
+    run(experiment(tmp_path, output_dir=tmp_path / "another", trackers={"x": tracker()}, evaluation=None))
+    assert len(served.steps) == 2
+
+
+def test_a_tracker_that_is_new_in_a_resumed_run_gets_the_steps_that_run_again(tmp_path, board):
+    served, tracker = board
+    seldom = {"checkpoint": CheckpointSpec(every_steps=2), "evaluation": None, "resume": "auto"}
+    run_until_killed(experiment(tmp_path, steps=4, **seldom), 3)
+    result = run(experiment(tmp_path, steps=4, trackers={"x": tracker()}, **seldom))
+    assert list(served.steps.values()) == [[3, 4]]
+    assert "run again" not in (result.output_dir / "realign.log").read_text()
+
+
+def test_steps_that_run_again_are_told(tmp_path, board):
+    _, tracker = board
+    seldom = {"checkpoint": CheckpointSpec(every_steps=2), "evaluation": None, "resume": "auto"}
+    for _ in range(2):
+        run_until_killed(experiment(tmp_path, steps=4, trackers={"x": tracker()}, **seldom), 3)
+    text = (tmp_path / "run" / "realign.log").read_text()
+    assert "Steps 3 to 3 run again. Trackers keep their earlier values; metrics.jsonl has the new ones." in text
+
+
+@pytest.mark.parametrize("board", [WandB], indirect=True)
+def test_an_id_of_the_environment_is_left_to_the_tracker(tmp_path, board, monkeypatch):
+    served, tracker = board
+    monkeypatch.setenv("WANDB_RUN_ID", "mine")  # which W&B reads itself
+    run(experiment(tmp_path, trackers={"x": tracker()}, evaluation=None))
+    assert list(served.steps) == ["chosen by the server 0"]
 
 
 EXTRAS = [

@@ -14,8 +14,8 @@ from torch.distributed import HashStore
 from realign.engines.distributed.ranks import Ranks
 from realign.errors import TransientError
 from realign.runtime.processes import watchdog as watch
-from realign.runtime.processes.signals import Interrupted
 from realign.runtime.processes.watchdog import RankWatch
+from realign.signals import Interrupted
 
 
 def waited_for(condition: Callable[[], bool]) -> None:

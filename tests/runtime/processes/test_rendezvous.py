@@ -19,6 +19,7 @@ import pytest
 import yaml
 
 from realign.cli import commands as cli
+from realign.engines.distributed import ranks
 from realign.engines.distributed.ranks import current
 from realign.runtime.checkpoint.folder import list_checkpoints
 from realign.runtime.checkpoint.last_failure import last_failure
@@ -248,7 +249,10 @@ def failed_meetings(ports: Mapping[str, int]) -> dict[str, tuple[int, str] | Non
     found["rank"] = command(ports["rank"], [2], RANK="3")
     found["port"] = command(ports["port"], MASTER_PORT="none")
     found["size"] = command(ports["size"], WORLD_SIZE="three")
-    with mock.patch.object(rendezvous, "START", timedelta(seconds=1)):
+    with (
+        mock.patch.object(rendezvous, "NEARBY", timedelta(seconds=1)),
+        mock.patch.object(rendezvous, "PATIENCE_S", 0.1),
+    ):
         found["absent"] = command(ports["absent"], [0, 1])
         found["no server"] = command(ports["no server"], [1, 2], LOCAL_RANK=str(current().rank - 1))
         with socket.socket() as other:
@@ -257,6 +261,29 @@ def failed_meetings(ports: Mapping[str, int]) -> dict[str, tuple[int, str] | Non
                 other.listen()
             found["port in use"] = command(ports["port in use"], [0])
     return found
+
+
+@pytest.mark.parametrize(
+    ("address", "launched", "limit"),
+    [("127.0.0.1", False, "60 seconds"), ("10.0.0.1", False, "10 minutes"), ("localhost", True, "10 minutes")],
+)
+def test_a_long_wait_names_once_per_machine_the_variables_behind_it(monkeypatch, capfd, address, launched, limit):
+    """Left over in a notebook or a container, they name ranks that nobody has started."""
+    monkeypatch.setattr(rendezvous, "PATIENCE_S", 0.0)
+    monkeypatch.setenv("MASTER_ADDR", address)
+    if launched:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    else:
+        monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    for local in ("0", "1"):
+        monkeypatch.setenv("LOCAL_RANK", local)
+        wait = rendezvous._Wait(ranks.Ranks(0, 2))
+        assert not wait.is_over("rank 1 of 2")
+        assert not wait.is_over("rank 1 of 2")
+    assert capfd.readouterr().err == (
+        f"waiting for rank 1 of 2, up to {limit}. If you didn't start several ranks, unset RANK WORLD_SIZE MASTER_ADDR "
+        "MASTER_PORT.\n"
+    )
 
 
 @pytest.mark.slow
@@ -279,7 +306,8 @@ def test_errors_before_all_ranks_are_connected_are_printed_once_with_one_exit_co
     assert texts["rank"].startswith("error: RANK=3: must be at least 0 and below WORLD_SIZE=3.")
     assert texts["port"].startswith("error: MASTER_PORT='none': must be a port number.")
     assert texts["size"].startswith("error: WORLD_SIZE='three': must be an integer.")
-    assert texts["absent"].startswith("error: WORLD_SIZE=3: rank 2 did not connect within 0.0166667 minutes.")
-    address = rf"MASTER_ADDR=127\.0\.0\.1, MASTER_PORT={ports['no server']} within 0\.0166667 minutes"
+    assert texts["absent"].startswith("error: WORLD_SIZE=3: rank 2 of 3 did not connect within 1 seconds.")
+    assert texts["absent"].endswith("unset RANK WORLD_SIZE MASTER_ADDR MASTER_PORT.\n")
+    address = rf"MASTER_ADDR=127\.0\.0\.1, MASTER_PORT={ports['no server']} within 1 seconds"
     assert re.match(rf"error: rank 1 of 3 could not connect to {address} \(.*refused\)", texts["no server"])
     assert re.match(r"error: rank 0 of 3 could not listen .*address already in use", texts["port in use"])

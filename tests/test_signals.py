@@ -16,7 +16,7 @@ import pytest
 
 from realign.cli import commands as cli
 from realign.runtime.checkpoint.folder import list_checkpoints
-from realign.runtime.processes.signals import Interrupted, StopSignals
+from realign.signals import SIGNALS, Interrupted, StopSignals, terminated_by_exception
 from tests.checkpoint_runs import untimed
 from tests.config_parts import write_experiment
 from tests.processes import Command
@@ -87,7 +87,13 @@ def test_a_run_that_was_killed_goes_on_bit_for_bit(here, command):
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)]
+    ("number", "code"),
+    [
+        pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow),
+        (signal.SIGHUP, 129),
+        pytest.param(signal.SIGUSR1, 138, marks=pytest.mark.slow),
+    ],
 )
 def test_a_signal_lets_the_step_end_and_the_run_goes_on_bit_for_bit(here, command, number, code):
     process = command("output_dir=run", "checkpoint.every_steps=null")
@@ -207,7 +213,7 @@ def wait_for_word(process: Command, word: str) -> None:
         time.sleep(0.005)
 
 
-def raised(signals: StopSignals, number: int) -> Interrupted | None:
+def raised(number: int) -> Interrupted | None:
     try:
         os.kill(os.getpid(), number)
         time.sleep(0)  # the handler runs between two instructions
@@ -216,18 +222,69 @@ def raised(signals: StopSignals, number: int) -> Interrupted | None:
     return None
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.fixture
+def defaults() -> Iterator[None]:
+    """Let each signal have its default, which the process of the tests may have inherited as ignored."""
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("defaults")
+@pytest.mark.parametrize("number", SIGNALS)
 def test_the_first_signal_is_noted_and_the_second_raised(number, capfd):
-    before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+    before = {each: signal.getsignal(each) for each in SIGNALS}
     with StopSignals() as signals:
         assert signals.received is None
-        assert raised(signals, number) is None
+        assert raised(number) is None
         assert signals.received == number
-        error = raised(signals, signal.SIGTERM)
+        error = raised(signal.SIGTERM)
         assert isinstance(error, KeyboardInterrupt)
         assert error.exit_code == 143
     assert {each: signal.getsignal(each) for each in before} == before
     assert capfd.readouterr().err.count("stopping") == 1
+
+
+@pytest.mark.usefixtures("defaults")
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_that_the_process_ignored_from_the_start_stays_ignored(number):
+    signal.signal(number, signal.SIG_IGN)  # as after `nohup`, or in the background of a script
+    with terminated_by_exception(), StopSignals() as signals:
+        assert raised(number) is None
+        assert signals.received is None
+
+
+@pytest.mark.usefixtures("defaults")
+def test_handlers_of_a_script_stay_except_those_that_end_a_run_everywhere():
+    heard: list[int] = []
+    for number in (signal.SIGUSR1, signal.SIGTERM):
+        signal.signal(number, lambda number, frame: heard.append(number))
+    with terminated_by_exception(), StopSignals() as signals:
+        assert raised(signal.SIGUSR1) is None
+        assert raised(signal.SIGTERM) is None
+        assert (heard, signals.received) == ([signal.SIGUSR1], signal.SIGTERM)
+
+
+@pytest.mark.usefixtures("defaults")
+def test_a_signal_is_noted_also_if_nobody_reads_stderr(monkeypatch):
+    def gone(*_):
+        raise BrokenPipeError
+
+    monkeypatch.setattr("os.write", gone)
+    with StopSignals() as signals:
+        assert raised(signal.SIGTERM) is None
+        assert signals.received == signal.SIGTERM
+
+
+@pytest.mark.usefixtures("defaults")
+def test_a_signal_before_the_first_step_raises_its_own_exit_code():
+    for number in SIGNALS:
+        if number != signal.SIGINT:
+            with terminated_by_exception():
+                error = raised(number)
+            assert error is not None
+            assert error.exit_code == 128 + number
 
 
 def test_another_thread_than_the_main_one_handles_no_signals():
