@@ -12,18 +12,22 @@ from typing import TYPE_CHECKING, Any
 from realign.version import installed_version
 
 if TYPE_CHECKING:
-    from realign.python_api import chat, load_experiment, train
+    from realign.errors import RealignError
+    from realign.python_api import Run, chat, compare, load_experiment, train
     from realign.runtime import Experiment
 
 __version__ = installed_version()
 HOMES = {
     "Experiment": "realign.runtime",
+    "RealignError": "realign.errors",
+    "Run": "realign.python_api",
     "chat": "realign.python_api",
+    "compare": "realign.python_api",
     "load_experiment": "realign.python_api",
     "train": "realign.python_api",
 }
 """Module of each public name."""
-__all__ = ["Experiment", "__version__", "chat", "load_experiment", "train"]
+__all__ = ["Experiment", "RealignError", "Run", "__version__", "chat", "compare", "load_experiment", "train"]
 
 
 def __getattr__(name: str) -> Any:

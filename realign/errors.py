@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 from enum import IntEnum
+from typing import Any
 
 from realign.text import for_terminal
 
@@ -18,7 +19,12 @@ class RealignError(Exception):
     """Base class of the errors that the command line and notebooks report in one line.
 
     Its text can repeat files and settings of other people, so `str` escapes control characters and has a limit.
+
+    Attributes:
+        run: `realign.Run` that `realign.train` began before the error; None if it began none.
     """
+
+    run: Any = None
 
     def __str__(self) -> str:
         return for_terminal(super().__str__())

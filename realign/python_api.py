@@ -38,19 +38,23 @@ from realign.config.aliases import translate
 from realign.config.command_line import prepare, quoted_text
 from realign.config.composition import Composed, compose_layers
 from realign.config.construct import fill, import_path
+from realign.config.errors import suggest
 from realign.config.experiment import as_node
 from realign.config.trees import get, merge
 from realign.config.words import TARGET
 from realign.console import lasting_console
-from realign.errors import ConfigError, DataError, RunComplete
+from realign.errors import ConfigError, DataError, RealignError, RunComplete
 from realign.own_files import OwnFiles, move, open_new, refuse_link, remove_scratch
-from realign.report.files import METRICS, check_run, json_lines
+from realign.report.compare import comparison
+from realign.report.data import status
+from realign.report.files import METRICS, check_run, json_lines, run_info, summary
 from realign.report.page import write_report
 from realign.rewards.pool.functions import SessionFunction, source_of
 from realign.runtime import Experiment
 from realign.runtime.metrics.samples import spoken
 from realign.runtime.output_folder import START
-from realign.signals import terminated_by_exception
+from realign.runtime.run_report import attempts_in
+from realign.signals import Interrupted, terminated_by_exception
 
 StrPath: TypeAlias = str | os.PathLike[str]
 _PLAIN = re.compile(r"[A-Za-z_./][\w./:@-]*", re.ASCII)
@@ -77,15 +81,25 @@ class _Pretrained(Protocol):
         """Write it to a folder."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Run:
-    """A run: its folder, and what to look at and do next. `Run("runs/grpo")` opens an earlier one."""
+    """A run: its folder, and what to look at and do next.
+
+    `Run("runs/grpo")` opens any run: one that goes on, has ended, was stopped or failed. Wherever a model is expected,
+    a run means its trained model.
+    """
 
     folder: Path
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "folder", Path(self.folder))
+        object.__setattr__(self, "folder", Path(self.folder).expanduser().absolute())
         check_run(self.folder)
+
+    def __repr__(self) -> str:
+        info = run_info(self.folder)
+        state = status(self.folder, info, summary(self.folder))["state"]
+        last = next((record["step"] for record in reversed(self.history) if "step" in record), 0)
+        return f"Run({str(self.folder)!r}: {state}, step {last} of {info['steps'] or '?'})"
 
     @property
     def history(self) -> list[dict[str, Any]]:
@@ -93,8 +107,16 @@ class Run:
         return json_lines(self.folder / METRICS)
 
     def series(self, metric: str) -> list[float]:
-        """Return the values of one metric, over the steps that have it."""
-        return [step[metric] for step in self.history if metric in step]
+        """Return the values of one metric, over the steps that have it.
+
+        Raises:
+            ConfigError: no step has it; names the nearest one that some step has.
+        """
+        history = self.history
+        known = dict.fromkeys(name for step in history for name in step)
+        if metric not in known:
+            raise ConfigError(f"{self.folder}: no step has a metric {metric!r}{suggest(metric, known)}")
+        return [step[metric] for step in history if metric in step]
 
     def plot(self) -> Path:
         """Show the curves in a notebook. Return their picture.
@@ -189,25 +211,28 @@ def train(
     Args:
         experiment: Name of an experiment such as `grpo`, path of a YAML file, or an `Experiment`, which takes no
             settings.
-        model: Hub name or folder of the trained model, a model of transformers or peft (the run trains a copy, the
-            object stays as it is), or a `TransformersModel`.
+        model: Hub name or folder of the trained model, a `Run`, a model of transformers or peft (the run trains a copy,
+            the object stays as it is), or a `TransformersModel`.
         tokenizer: Hub name or folder of the tokenizer, or a tokenizer of transformers. Needed with a model object that
             has no name; otherwise that of `model`.
         data: File, folder or hub name, a list of rows (dicts), a `datasets.Dataset`, a DataFrame, or a data node such
             as `PromptData`.
-        reward: A function `(prompt, response, row) -> float`, its name such as `reward.py:score`, or a dict with the
-            functions of several rewards by name.
+        reward: A function `(prompt, response, row) -> float`, its name such as `reward.py:score`, a list of them whose
+            rewards are added, or a dict with the functions of several rewards by name.
         config_dir: Your folder with `experiment/NAME.yaml` and `algorithm/NAME.yaml`.
         quiet: Whether to show no progress.
         overrides: Any other key of the config: `steps=60`, `algorithm="dapo"`. Keys with dots are unpacked,
-            `**{"models.actor.optimizer.lr": 1e-5}`, and a dict sets the keys below. Values can be components.
+            `**{"models.actor.optimizer.lr": 1e-5}`, and a dict sets the keys below. Values can be components. TRL's
+            names of arguments mean ours: `train_dataset`, `eval_dataset`, `reward_funcs`, `processing_class`.
 
     Returns:
         The run. If `resume="auto"` finds that no step is left, it is the complete run.
 
     Raises:
-        RealignError: a setting, the data, the model or the reward is wrong, in the words of the command line.
-        Interrupted: a signal stopped the run, as in a notebook the button; the message contains the last step.
+        RealignError: a setting, the data, the model or the reward is wrong, in the words of the command line. Its `run`
+            is the run, if it had begun.
+        Interrupted: a signal stopped the run, as in a notebook the button; the message contains the last step. Its
+            `run` is the run.
     """
     use_expandable_segments()
     arguments = {"model": model, "tokenizer": tokenizer, "data": data, "reward": reward}
@@ -227,11 +252,16 @@ def train(
             raise ConfigError(f"realign.train runs in one process. With torchrun, use its command: -m realign {words}")
         shown = console()
         shown.quiet |= quiet
+        earlier = attempts_in(built.output_dir)
         try:
             checked = (lambda: None) if call is None else partial(record, call.composed, str(built.output_dir))
             run_alone(built, checked, command, shown)
         except RunComplete as complete:
             shown.print(str(complete), markup=False, highlight=False, soft_wrap=True)
+        except (RealignError, Interrupted) as error:
+            if attempts_in(built.output_dir) != earlier:
+                error.run = Run(built.output_dir)
+            raise
     return Run(built.output_dir)
 
 
@@ -255,6 +285,17 @@ def load_experiment(
     """
     with plain_warnings(debug=False):
         return _Call.of(experiment, model, tokenizer, data, reward, overrides, config_dir).build()
+
+
+def compare(*runs: StrPath | Run) -> None:
+    """Print the metrics and the settings that differ between runs, as `realign compare` does.
+
+    Raises:
+        ConfigError: a folder contains no run.
+    """
+    output = Console()
+    for part in comparison([(run if isinstance(run, Run) else Run(Path(run))).folder for run in runs], output.width):
+        output.print(part)
 
 
 def chat(model: StrPath | Run, *messages: str, **settings: Any) -> list[str]:
@@ -309,6 +350,7 @@ class _Call:
     ) -> _Call:
         if os.getcwd() not in sys.path:
             sys.path.append(os.getcwd())  # as on the command line, for `_target_` in a file of the current folder
+        model, tokenizer, data, reward, overrides = _named_as_in_trl(model, tokenizer, data, reward, overrides)
         writer = _Writer()
         words = [f"experiment={os.fspath(experiment)}"]
         for key, value in overrides.items():
@@ -364,7 +406,7 @@ class _Writer:
                     f"model: this {type(model).__name__} has no name to find its tokenizer by. Add tokenizer=TOKENIZER."
                 )
             model = _saved(model, composed())
-        if isinstance(model, str | os.PathLike):
+        if isinstance(model, str | os.PathLike | Run):
             yield from self.overrides("model", model)
         elif model is not None:
             yield from self.overrides(_trained(composed()), model)
@@ -374,6 +416,8 @@ class _Writer:
 
     def reward(self, reward: Any) -> Iterator[str]:
         """Yield the overrides of the argument `reward`."""
+        if isinstance(reward, list | tuple):
+            reward = _by_name(reward)
         if isinstance(reward, Mapping):
             yield "interfaces.reward.function=null"
             yield from self.overrides("interfaces.reward.functions", reward)
@@ -389,7 +433,9 @@ class _Writer:
             ConfigError: the value is no setting.
             DataError: a row is no JSON.
         """
-        if inspect.isclass(value):
+        if isinstance(value, Run):
+            value = model_or_run("train", str(value.folder))
+        elif inspect.isclass(value):
             value = {TARGET: import_path(value)}
         elif dataclasses.is_dataclass(value):
             value = as_node(value)
@@ -402,6 +448,8 @@ class _Writer:
         if isinstance(value, Mapping) and value:
             for name, item in value.items():
                 yield from self.overrides(f"{key}.{name}", item)
+        elif key == "evaluation" and (isinstance(value, _Table) or _are_rows(value)):
+            yield from self.overrides("evaluation.data", value)
         elif is_data and not isinstance(value, Mapping | None):
             yield from self.overrides(f"{key}.path", _file_of(key, value))
         elif callable(value):
@@ -418,6 +466,59 @@ class _Writer:
         self.functions[key] = named = SessionFunction.of(function)
         self.sources[key] = source_of(function)
         return str(named)
+
+
+_OF_TRL = {"train_dataset": "data", "reward_funcs": "reward", "processing_class": "tokenizer"}
+"""Arguments of TRL's trainers that are others of ours."""
+
+
+def _named_as_in_trl(
+    model: Any, tokenizer: Any, data: Any, reward: Any, overrides: Mapping[str, Any]
+) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
+    """Return the arguments of `train` under our names.
+
+    Raises:
+        ConfigError: an argument is given under both names, or has no counterpart.
+    """
+    given, rest = {"tokenizer": tokenizer, "data": data, "reward": reward}, dict(overrides)
+    for theirs, ours in _OF_TRL.items():
+        if theirs in rest:
+            if given[ours] is not None:
+                raise ConfigError(f"{theirs}: {ours} is given too, and means the same. Give one of them.")
+            given[ours] = rest.pop(theirs)
+    if "args" in rest:
+        raise ConfigError(
+            "args: settings are arguments of realign.train itself, such as steps=60 or lr=1e-6. `realign import trl "
+            "FILE` translates a config of TRL."
+        )
+    held_out = rest.pop("eval_dataset", None)
+    if isinstance(held_out, Mapping) and not isinstance(held_out, _Table):
+        rest |= {f"evaluations.{name}.data": part for name, part in held_out.items()}
+    elif held_out is not None:
+        rest["evaluation.data"] = held_out
+    return model, given["tokenizer"], given["data"], given["reward"], rest
+
+
+def _by_name(functions: Sequence[Any]) -> Any:
+    """Return several reward functions by their names, numbered if equal; one function as it is.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if not functions:
+        raise ConfigError("reward: the list is empty. Give a function, or a list of them.")
+    if len(functions) == 1:
+        return functions[0]
+    named: dict[str, Any] = {}
+    for number, function in enumerate(functions, 1):
+        name = function.rpartition(":")[2] if isinstance(function, str) else getattr(function, "__name__", "")
+        name = name if name.isidentifier() else f"reward_{number}"
+        named[name if name not in named else f"{name}_{number}"] = function
+    return named
+
+
+def _are_rows(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(row, Mapping) for row in value)
 
 
 def _importable(function: Any) -> str | None:
@@ -474,7 +575,7 @@ def _file_of(key: str, rows: Any) -> Any:
     if isinstance(rows, _Table):
         return _stored(partial(_write_table, key, rows), "parquet")
     rows = list(rows) if isinstance(rows, Iterable) else rows
-    if isinstance(rows, list) and rows and all(isinstance(row, Mapping) for row in rows):
+    if _are_rows(rows):
         return _stored(partial(_write_lines, key, rows), "jsonl")
     return rows
 
@@ -542,4 +643,4 @@ def _text(key: str, value: Any) -> str:
     )
 
 
-__all__ = ["Run", "Samples", "chat", "load_experiment", "train"]
+__all__ = ["Run", "Samples", "chat", "compare", "load_experiment", "train"]

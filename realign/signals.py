@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import FrameType, TracebackType
-from typing import Self
+from typing import Any, Self
 
 from realign.console import write_stderr
 
@@ -30,7 +30,10 @@ class Interrupted(KeyboardInterrupt):
 
     Attributes:
         exit_code: 128 + signal number: 130 for Ctrl-C, 143 for SIGTERM, 129 for SIGHUP.
+        run: `realign.Run` of `realign.train`; None if it had not begun.
     """
+
+    run: Any = None
 
     def __init__(self, number: int, message: str = "interrupted") -> None:
         super().__init__(message)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -26,6 +27,7 @@ from realign.interfaces.components.objectives import Clip
 from realign.python_api import Run
 from realign.rewards.pool.functions import SessionFunction
 from realign.runtime import Experiment, run
+from realign.signals import Interrupted
 from tests.data.chat_templates import chat_tokenizer
 from tests.tiny import save_tiny, tiny_model
 
@@ -227,7 +229,7 @@ def test_an_experiment_object_takes_no_settings(folder):
     experiment = realign.load_experiment("grpo", model="model", data=ROWS, reward=score, **own)
     with pytest.raises(ConfigError, match="steps: an Experiment has all its settings"):
         realign.train(experiment, steps=3)
-    assert realign.train(experiment, quiet=True).folder == Path("runs/grpo")
+    assert realign.train(experiment, quiet=True).folder == Path("runs/grpo").absolute()
 
 
 def test_several_processes_use_the_command_line(folder, monkeypatch):
@@ -270,6 +272,88 @@ def test_a_folder_without_a_run_or_its_files_is_an_error(folder):
         Run("empty").plot()
     with pytest.raises(ConfigError, match="recorded no responses"):
         Run("empty").samples()
+
+
+def failing_from(call: int):
+    """Return a reward function that fails for all responses from its call of this number on."""
+    calls = []
+
+    def reward(prompt, response, row):
+        calls.append(1)
+        if len(calls) > 16 * (call - 1):
+            raise RuntimeError("no quota")
+        return float(len(response))
+
+    return reward
+
+
+def test_any_run_can_be_opened_compared_and_used_as_a_model(folder, monkeypatch, capsys):
+    first = realign.train("grpo", model="model", data=ROWS, reward=in_session(), quiet=True, **SMALL)
+    second = realign.train(
+        "grpo", model=first, data=ROWS, reward=in_session(), quiet=True, output_dir="runs/second", seed=2, **SMALL
+    )
+    config = (second.folder / "config.yaml").read_text()
+    assert f"path: {first.folder / 'final' / 'actor'}" in config
+    assert repr(realign.Run("runs/grpo")) == f"Run('{folder}/runs/grpo': completed, step 2 of 2)"
+    monkeypatch.chdir(folder / "model")  # an opened run stays where it is
+    assert first.series("reward") == realign.Run(folder / "runs" / "grpo").series("reward")
+    realign.compare(first, folder / "runs" / "second")
+    shown = capsys.readouterr().out
+    assert "seed" in shown
+    assert "reward" in shown
+    for unknown, near in (("rewrad", "reward"), ("grad_nrm", "grad_norm")):
+        with pytest.raises(realign.RealignError, match=f"no step has a metric '{unknown}'; did you mean '{near}'"):
+            first.series(unknown)
+
+
+def test_a_run_that_an_error_ended_is_attached_to_the_error_and_one_before_it_is_not(folder):
+    settings = {**SMALL, "steps": 4, "interfaces.reward.max_failed_fraction": 0.5}
+    with pytest.raises(realign.RealignError, match="no quota") as caught:
+        realign.train("grpo", model="model", data=ROWS, reward=failing_from(3), quiet=True, **settings)
+    failed = caught.value.run
+    assert failed == realign.Run("runs/grpo")
+    assert repr(failed).endswith("failed, step 2 of 4)")
+    assert len(failed.series("reward")) == 2
+    with pytest.raises(ConfigError, match="earlier run") as again:
+        realign.train("grpo", model="model", data=ROWS, reward=failing_from(3), quiet=True, **settings)
+    assert again.value.run is None
+
+
+def test_a_signal_leaves_the_run_with_its_interruption(folder, monkeypatch):
+    monkeypatch.setattr("realign.runtime.training.TrainingLoop._show", lambda *_: signal.raise_signal(signal.SIGTERM))
+    with pytest.raises(Interrupted) as caught:
+        realign.train("grpo", model="model", data=ROWS, reward=in_session(), quiet=True, **SMALL)
+    assert repr(caught.value.run).endswith("interrupted, step 1 of 2)")
+
+
+def test_arguments_of_trl_and_lists_of_functions_mean_ours(folder):
+    def short(prompt, response, row):
+        return 0.0
+
+    def load(**arguments):
+        return realign.load_experiment("grpo", model="model", **SMALL, **arguments)
+
+    ours = load(data=ROWS, reward={"short": short, "score": "reward.py:score", "short_3": short})
+    theirs = load(train_dataset=ROWS, reward_funcs=[short, "reward.py:score", short])
+    assert theirs.data == ours.data
+    assert list(theirs.interfaces["reward"].functions) == list(ours.interfaces["reward"].functions)
+    assert load(data=ROWS, reward=["reward.py:score"]).interfaces["reward"].function == "reward.py:score"
+    assert list(load(data=ROWS, reward=[short, in_session()]).interfaces["reward"].functions) == ["short", "reward_2"]
+    held_out = datasets.Dataset.from_list(ROWS[:2])
+    expected = load(data=ROWS, reward=short, **{"evaluation.data": held_out}).evaluation.data
+    assert load(data=ROWS, reward=short, eval_dataset=held_out).evaluation.data == expected
+    assert load(data=ROWS, reward=short, evaluation=held_out).evaluation.data == expected
+    several = load(data=ROWS, reward=short, eval_dataset={"a": ROWS[:2], "b": ROWS[2:4]})
+    assert list(several.evaluations) == ["a", "b"]
+    tokenizer = load(data=ROWS, reward=short, processing_class="model").models["actor"].tokenizer
+    assert tokenizer == "model"
+    for wrong, message in (
+        ({"train_dataset": ROWS, "data": ROWS}, "train_dataset: data is given too"),
+        ({"data": ROWS, "reward": []}, "reward: the list is empty"),
+        ({"data": ROWS, "args": object()}, "args: settings are arguments of realign.train itself"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            load(**wrong)
 
 
 SETTING_UP = """

@@ -61,6 +61,7 @@ def _recorded(composed: Composed, output_dir: str) -> None:
     record(composed, output_dir)
     # Without force, this does nothing if an imported library has added a handler.
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, stream=sys.stdout, force=True)
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for each request, so for each call of an agent
     verbose = composed.hydra.get("verbose") or []
     for name in verbose if isinstance(verbose, list) else [verbose]:
         logging.getLogger(None if name is True else name).setLevel(logging.DEBUG)

@@ -39,7 +39,7 @@ def test_a_resumed_run_continues_the_log_and_a_new_one_replaces_it(tmp_path):
     run(experiment(tmp_path), begin=lambda: "table one")
     out = run(experiment(tmp_path, steps=4, resume="auto"), begin=lambda: "table two").output_dir
     text = (out / "realign.log").read_text(encoding="utf-8")
-    assert text.index("table one") < text.index("table two") < text.index("resumed from ")
+    assert text.index("table one") < text.index("table two") < text.index("Resumed from ")
     run(experiment(tmp_path, overwrite=True), begin=lambda: "table three")
     assert "table one" not in (out / "realign.log").read_text(encoding="utf-8")
 
