@@ -1,4 +1,4 @@
-"""`EarlyStopping`: stop a run whose metric no longer improves."""
+"""`EarlyStopping`: stop a run whose metric no longer improves, or is out of bounds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from enum import StrEnum
 from typing import Any
 
 from realign.api.callback import Callback, CallbackResult, EvaluationEvent, StepEvent
-from realign.settings import Count, NonNegative
+from realign.errors import NoEffectError
+from realign.settings import Count, Finite, NonNegative
 
 EVALUATED = "eval/"
 
@@ -25,7 +26,7 @@ class Goal(StrEnum):
 
 @dataclass
 class EarlyStopping(Callback):
-    """Stop the run when a metric has not improved for `patience` measurements."""
+    """Stop the run when a metric has not improved for `patience` measurements, or was beyond a bound for as many."""
 
     metric: str = "eval/reward"
     """Metric to watch. An evaluation metric (`eval/...`) is measured at every evaluation, any other at every step."""
@@ -35,9 +36,16 @@ class EarlyStopping(Callback):
     """max: larger values are better. min: smaller values are better."""
     min_delta: NonNegative = 0.0
     """Changes smaller than this don't count as an improvement."""
+    bound: Finite | None = None
+    """Stop when the metric is above this for `patience` measurements in a row (mode=max: below), whether or not it
+    improves. With metric=ref_kl and mode=min, a policy that is too far from the reference ends the run. null: stop when
+    it doesn't improve."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.bound is not None and self.min_delta:
+            reason = f"with bound={self.bound:g}, which needs no improvement."
+            raise NoEffectError(type(self), "min_delta", f"{self.min_delta:g}", reason)
         self.best: float | None = None
         """Best value so far; None before the first measurement."""
         self.best_step = 0
@@ -69,14 +77,22 @@ class EarlyStopping(Callback):
         value = metrics.get(self.metric)
         if value is None:  # some algorithms report some metrics only in some steps
             return None
-        if self._improved(value):
-            self.best, self.best_step, self.waited = value, step, 0
-            return None
-        self.waited += 1
+        improved = self._improved(value)
+        if improved:
+            self.best, self.best_step = value, step
+        good = improved if self.bound is None else self._within(value, self.bound)
+        self.waited = 0 if good else self.waited + 1
         if self.waited < self.patience:
             return None
+        if self.bound is not None:
+            side = "below" if self.mode is Goal.max else "above"
+            times = "once" if self.waited == 1 else f"{self.waited} times in a row"
+            return CallbackResult(stop=f"{self.metric} was {side} {self.bound:g} {times} (last {value:.4g})")
         best = "never a number" if self.best is None else f"best {self.best:.4g} at step {self.best_step}"
         return CallbackResult(stop=f"{self.metric} did not improve in {self.waited} measurements ({best})")
+
+    def _within(self, value: float, bound: float) -> bool:
+        return value >= bound if self.mode is Goal.max else value <= bound  # NaN is not
 
     def _improved(self, value: float) -> bool:
         # no later value is larger or smaller than NaN, so a first NaN would stay the best for ever

@@ -6,9 +6,12 @@ import pytest
 
 from realign.api import EvaluationEvent, StepEvent
 from realign.errors import ConfigError, SettingsError
+from realign.interfaces.components import KLPenalty, KLPlace
+from realign.interfaces.grpo import GRPOActorInterface
+from realign.interfaces.reference import ReferenceInterface
 from realign.runtime import Evaluation, run
-from realign.runtime.callbacks import EarlyStopping
-from tests.toys import GENERATION, CountToken, Prompts, experiment
+from realign.runtime.callbacks import EarlyStopping, Goal
+from tests.toys import GENERATION, BigramModel, CountToken, Prompts, experiment
 
 
 def fed(callback: EarlyStopping, *values: float) -> list[str | None]:
@@ -51,6 +54,44 @@ def test_its_state_continues_the_count():
     second = EarlyStopping(patience=3)
     second.load_state_dict(first.state_dict())
     assert fed(second, 0.1) == ["eval/reward did not improve in 3 measurements (best 0.5 at step 0)"]
+
+
+def test_a_bound_stops_after_patience_values_beyond_it_in_a_row_whether_or_not_they_improve():
+    far = {"mode": Goal.min, "bound": 10.0}
+    reasons = fed(EarlyStopping(patience=2, **far), 1.0, 12.0, 9.0, 30.0, 20.0)
+    assert reasons == [None] * 4 + ["eval/reward was above 10 2 times in a row (last 20)"]
+    assert fed(EarlyStopping(patience=1, **far), 10.0, 10.5)[-1] == "eval/reward was above 10 once (last 10.5)"
+    assert fed(EarlyStopping(patience=1, **far), math.nan) == ["eval/reward was above 10 once (last nan)"]
+    assert fed(EarlyStopping(patience=1, bound=0.5), 0.5, 0.4)[-1] == "eval/reward was below 0.5 once (last 0.4)"
+    assert fed(EarlyStopping(patience=1, **far), *[3.0] * 9) == [None] * 9
+
+
+def test_seed_b15_c31_a_policy_that_is_too_far_from_the_reference_ends_the_run(tmp_path):
+    """The KL divergence grows from 0, since the policy starts as the reference."""
+    parts = {
+        "actor": GRPOActorInterface(generation=GENERATION, kl=KLPenalty(KLPlace.loss, 1e-3)),
+        "reward": CountToken(),
+    }
+    parts["ref"] = ReferenceInterface()
+    settings = {"interfaces": parts, "models": {"actor": BigramModel(lr=8.0), "ref": BigramModel()}, "evaluation": None}
+
+    def stopping(bound: float, **more):
+        kl = EarlyStopping(metric="ref_kl", mode=Goal.min, bound=bound, patience=1)
+        return run(experiment(tmp_path, steps=8, callbacks={"kl": kl}, **settings, **more))
+
+    result = stopping(0.05)
+    kls = result.series("ref_kl")
+    assert result.stopped is not None
+    assert result.stopped.startswith("callbacks.kl: ref_kl was above 0.05")
+    assert max(kls[:-1]) <= 0.05 < kls[-1]
+    assert len(kls) < 8
+    assert (result.output_dir / "final" / "actor").is_dir()
+    assert len(stopping(1e9, resume="auto").series("ref_kl")) == 8
+
+
+def test_a_bound_needs_no_improvement():
+    with pytest.raises(SettingsError, match=r"min_delta=0\.1: has no effect with bound=2"):
+        EarlyStopping(bound=2.0, min_delta=0.1)
 
 
 def test_settings_out_of_range_are_an_error():
