@@ -249,7 +249,10 @@ def train(
             built, command = call.build(), call.command
         if is_one_of_many():
             words = shlex.join(command or ["experiment=...", "interfaces.reward.function=FILE:NAME"])
-            raise ConfigError(f"realign.train runs in one process. With torchrun, use its command: -m realign {words}")
+            raise ConfigError(
+                f"realign.train runs in one process, but WORLD_SIZE={os.environ['WORLD_SIZE']}. With torchrun, use its "
+                f"command: -m realign {words}. Without it, unset WORLD_SIZE."
+            )
         shown = console()
         shown.quiet |= quiet
         earlier = attempts_in(built.output_dir)

@@ -212,7 +212,8 @@ def settings_of(command: str, cls: type[T], words: Sequence[str]) -> T:
     paths = [word for word in words if "=" not in word]
     if len(paths) != 1:
         raise ConfigError(
-            f"realign {command} expects one model (a folder or hub name) and key=value settings, found {paths}"
+            f"realign {command} expects one model (a folder or hub name) and key=value settings, found "
+            f"{paths or 'none'}"
         )
     values = _values([word for word in words if "=" in word])
     model = values.get("model", {})

@@ -28,7 +28,7 @@ from realign.cli.exit_codes import full_errors, guarded, plain_warnings
 from realign.cli.train import alone, built, is_one_of_many, on_ranks
 from realign.config.aliases import COMMANDS as OTHER_COMMANDS
 from realign.config.command_line import is_file
-from realign.config.errors import ConfigError, suggest
+from realign.config.errors import ConfigError, nearest, suggest
 from realign.config.files import list_algorithms, list_experiments
 from realign.console import lasting_console
 from realign.errors import ExitCode
@@ -266,7 +266,19 @@ def _command_of(words: Sequence[str]) -> tuple[str, list[str]]:
         return command, rest
     if command in OTHER_COMMANDS:
         raise ConfigError(f"realign has no command {command!r}: {OTHER_COMMANDS[command]}")
+    if nearest(command, COMMANDS) is None and (meant := _experiment(words)):
+        raise ConfigError(f"realign has no command {command!r}; did you mean `realign {meant} key=value ...`?")
     raise ConfigError(f"unknown command {command!r}{suggest(command, COMMANDS)}; overrides are key=value")
+
+
+def _experiment(words: Sequence[str]) -> str:
+    """Return the override that the first words name an experiment by, as in `trl grpo`; empty if they name none."""
+    known = {name: f"experiment={name}" for name in list_experiments()}
+    known = {name: f"experiment=NAME algorithm={name}" for name in list_algorithms()} | known
+    for word in words[:2]:
+        if "=" not in word and (near := nearest(word, known)) is not None:
+            return known[near]
+    return ""
 
 
 def help_text(config_dir: Path | None = None) -> str:

@@ -76,6 +76,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
     {
         "evaluate": "to evaluate a saved model, use realign eval MODEL. For evaluations during training, set "
         "evaluation.data.path and evaluation.every_steps.",
+        "run": "to train, name an experiment: realign experiment=NAME key=value.",
         "resume": "to resume a run, repeat its command with resume=auto.",
         "sweep": "to start a sweep, add -m: realign -m experiment=NAME seed=0,1.",
         "merge": "to merge an adapter into its base model, use realign export RUN_OR_FOLDER --to DIR --merge.",

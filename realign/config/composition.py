@@ -37,7 +37,7 @@ from realign.config.hydra_settings import DEFAULT_LAUNCHER, DEFAULTS, check_laun
 from realign.config.layers import OWNS, Layers
 from realign.config.places import ROOTS
 from realign.config.secret_variables import check_no_secrets, without_secrets
-from realign.config.trees import has, leaves, merge
+from realign.config.trees import get, has, leaves, merge
 from realign.config.words import NONE
 
 if TYPE_CHECKING:
@@ -347,8 +347,8 @@ def _unknown(below: _FileLayers, overrides: Sequence[Override], known: Sequence[
     with suppress(ConfigError):  # which is reported when the names of these keys are right
         _, tree = _applied(below, known)
     nested = unknown_keys(tree, _typed_roots(known))
-    unknown = dict.fromkeys(_root(override.key_or_group) for override in overrides if override not in known)
-    return joined([*(_unknown_root(root, tree) for root in unknown), *nested])
+    unknown = {_root(o.key_or_group): o.key_or_group.lstrip("+~") for o in overrides if o not in known}
+    return joined([*(_unknown_root(root, key, tree) for root, key in unknown.items()), *nested])
 
 
 def _typed_roots(overrides: Sequence[Override]) -> list[str]:
@@ -362,15 +362,19 @@ def _root(word: str) -> str:
     return re.split(r"[=./@:]", word.lstrip("+~"), maxsplit=1)[0]
 
 
-def _unknown_root(name: str, config: Any) -> str:
-    """Return the message about an unknown root key: the nearest one, or nested keys of the same name."""
+def _unknown_root(name: str, key: str, config: Any) -> str:
+    """Return the message about the unknown root of a key: the nearest one, or nested keys that end alike."""
+    from realign.config.help import meant_keys
+
     if name in GROUPS:
         return f"{name}=NAME chooses a file, and there are no keys below {name}"
     if near := nearest(name, [*ROOT_KEYS, *GROUPS]):
         return f"unknown key {name!r}; did you mean {near!r}?"
-    keys = [key for key, _ in _leaves(config) if key.rpartition(".")[2] == name]
+    keys = [full for full, _ in _leaves(config) if f".{full}".endswith(f".{key}")] or meant_keys(key)
     others = "`realign help` lists the keys, and docs/migration.md names of TRL, verl, OpenRLHF, AReaL and realhf"
-    return f"unknown key {name!r}" + (f"; did you mean {' or '.join(keys[:3])}?" if keys else f". {others}.")
+    if keys:
+        return f"unknown key {key!r}; did you mean {' or '.join(keys[:3])}?"
+    return f"unknown key {name!r}. {others}."
 
 
 def resolve(tree: dict[str, Any], overrides: Sequence[str] = ()) -> ExperimentConfig:
@@ -388,6 +392,11 @@ def resolve(tree: dict[str, Any], overrides: Sequence[str] = ()) -> ExperimentCo
     # OmegaConf's search for missing values does not find interpolations of a missing value
     if missing := sorted(key for key, value in _leaves(tree) if value == "???"):
         raise ConfigError(_missing(missing, tree, overrides))
+    return _resolved(tree)
+
+
+def _resolved(tree: dict[str, Any]) -> ExperimentConfig:
+    """Resolve a tree without missing values."""
     _register_resolvers()
     try:
         with without_secrets():
@@ -398,11 +407,17 @@ def resolve(tree: dict[str, Any], overrides: Sequence[str] = ()) -> ExperimentCo
     return config_of({str(key): value for key, value in plain.items()})
 
 
+STAND_IN = "file.py:name"
+"""Value in place of a missing one, which is a path or a function, while the rest is checked."""
+
+
 def _missing(keys: Sequence[str], config: Any, overrides: Sequence[str]) -> str:
     """Return the message about missing values, or about a mistake that may be their cause."""
     typed = {word.lstrip("+~").partition(".")[0] for word in overrides if "." in word.partition("=")[0]}
     if unknown := unknown_keys(config, [root for root in ROOTS if root in typed]):
         return joined(unknown)
+    if mistake := _mistake(keys, config, overrides):
+        return mistake
     if has_experiment(config):
         return f"missing values: {', '.join(keys)}. Set a value, such as {keys[0]}=VALUE."
     if preset := next((owner for owner in config["owners"].values() if owner.startswith("algorithm=")), None):
@@ -410,6 +425,29 @@ def _missing(keys: Sequence[str], config: Any, overrides: Sequence[str]) -> str:
         kind = "grpo" if "interfaces.actor.objective" in config["owners"] else "dpo"
         return f"{preset} changes an experiment, so choose one too, such as experiment={kind} {preset}."
     return f"missing values: {', '.join(keys)}. Start from experiment=NAME; `realign --help` lists the experiments."
+
+
+def _mistake(missing: Sequence[str], config: Any, overrides: Sequence[str]) -> str | None:
+    """Return the message about a mistake in what was typed, found with stand-ins for missing values; None if none is.
+
+    Messages about keys that nobody typed may be about the stand-ins.
+    """
+    from realign.config.experiment import build_experiment  # imports torch
+
+    tree = copy.deepcopy(config)
+    for key in missing:
+        *path, name = key.split(".")
+        get(tree, tuple(path))[name] = STAND_IN
+    typed = {".".join(word.lstrip("+~").partition("=")[0].split(".")[:2]) for word in overrides}
+    try:
+        build_experiment(_resolved(tree))
+    except ConfigError as error:
+        text = str(error)
+        named = any(text.startswith(key) for key in typed) and not any(text.startswith(key) for key in missing)
+        return text if named else None
+    except Exception:  # of a class of the user that reads a stand-in
+        return None
+    return None
 
 
 def _without_shorthands(node: Any) -> Any:

@@ -196,7 +196,7 @@ LEAVES: Mapping[Any, tuple[Callable[[Any], Any], tuple[type, ...]]] = types.Mapp
         bool: (lambda raw: BOOLS[str(raw).lower()], (bool, int, str)),
         int: (int, (int, str)),
         float: (float, (float, int, str)),
-        str: (lambda raw: raw if isinstance(raw, str) else str(raw), (str, bool, int, float, Path)),
+        str: (lambda raw: raw if isinstance(raw, str) else str(raw), (str, int, float, Path)),
         Path: (Path, (str, Path)),
     }
 )
@@ -354,6 +354,8 @@ def _meant(raw: Any, annotation: Any, where: str) -> str:
         return f"; to choose your own class, set {where}.{TARGET}={raw}"
     if annotation is bool:
         return "; give true or false"
+    if annotation is str and isinstance(raw, bool):  # true, yes and on are the same to YAML
+        return f"; for the text, quote the word: \"{where}='{str(raw).lower()}'\""
     if annotation in (int, float):
         return _meant_number(raw, annotation, where)
     if dataclasses.is_dataclass(annotation):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from realign.config.aliases import described, index
-from realign.config.errors import ConfigError, suggest, unknown_key
+from realign.config.errors import ConfigError, nearest, suggest, unknown_key
 from realign.config.experiment import REPORT
 from realign.config.files import file_values, list_experiments
 from realign.config.inspection import (
@@ -96,8 +96,7 @@ def section(key: str, overrides: Sequence[str] = (), config_dir: Path | None = N
     """
     path = tuple(filter(None, key.split(".")))
     if path and path[0] not in root_keys():
-        names = find_keys(path[-1]) if len(path) == 1 else []
-        raise ConfigError(f"unknown key {key!r}{_meant(names) or suggest(path[0], root_keys())}")
+        raise ConfigError(f"unknown key {key!r}{_meant(meant_keys(key)) or suggest(path[0], root_keys())}")
     if overrides:
         from realign.config.composition import compose_raw  # imports Hydra, which checks the overrides
 
@@ -121,13 +120,30 @@ def root_keys() -> list[str]:
 
 
 def find_keys(name: str, most: int = 5) -> list[str]:
-    """Return keys whose last name is `name`, in the first experiments that have one."""
+    """Return keys that end with `name`, such as `lr` or `generation.n`, in the first experiments that have one."""
     for experiment in FIRST:
-        config = file_values([f"experiment={experiment}"])
-        keys = [key for path in component_paths(config) for key in keys_below(path, config)]
-        if named := [key for key in keys if key.rpartition(".")[2] == name]:
+        if named := [key for key in _all_keys(experiment) if f".{key}".endswith(f".{name}")]:
             return sorted(named, key=lambda key: key.count("."))[:most]
     return []
+
+
+def meant_keys(name: str, most: int = 3) -> list[str]:
+    """Return the keys that a name without its beginning most likely means; empty if there are none.
+
+    It can be an end of a key, also misspelt, or begin with a name inside of one, such as `kl.coef`.
+    """
+    keys = find_keys(name, most)
+    first, _, last = name.rpartition(".")
+    if not keys and first:
+        keys = find_keys(first, 1) and [f"{key}.{last}" for key in find_keys(first, 1)]
+    ends = {key.rpartition(".")[2] for experiment in FIRST for key in _all_keys(experiment)}
+    near = None if keys or first else nearest(name, ends)
+    return keys if near is None else find_keys(near, most)
+
+
+def _all_keys(experiment: str) -> list[str]:
+    config = file_values([f"experiment={experiment}"])
+    return [key for path in component_paths(config) for key in (".".join(path), *keys_below(path, config))]
 
 
 def component_paths(config: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:

@@ -87,7 +87,7 @@ def test_a_conversation_remembers_what_was_said(folder, tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], r"expects one model \(a folder or hub name\) and key=value settings, found \[\]"),
+        ([], r"expects one model \(a folder or hub name\) and key=value settings, found none"),
         (["a", "b"], r"found \['a', 'b'\]"),
         (["a", "generation.temprature=1"], r"unknown key 'generation.temprature'; did you mean 'temperature'\?"),
         (["a", "generation.n=0"], "n=0: must be at least 1"),
