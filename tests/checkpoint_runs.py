@@ -111,7 +111,7 @@ def of_sft(files: Path) -> dict[str, Any]:
     return {
         "graph": sft.dataflow(),
         "interfaces": {"actor": sft.SFTInterface(n_minibatches=2)},
-        "models": {"actor": trained(files, dropout=True, ema_decay=0.9)},
+        "models": {"actor": trained(files, dropout=0.1, ema_decay=0.9)},
         "data": data,
         "evaluation": LossEvaluation(data, every_steps=2),
         "save_every_steps": 2,
@@ -160,7 +160,7 @@ def of_ppo(files: Path) -> dict[str, Any]:
         "graph": ppo.dataflow(interfaces),
         "interfaces": interfaces,
         "models": {
-            "actor": trained(files, ema_decay=0.9, dropout=True),
+            "actor": trained(files, ema_decay=0.9, dropout=0.1),
             "critic": trained(files, "score", head=Value(HeadInit.normal)),
             "ref": TransformersModel(str(files / "llama")),
         },
@@ -206,7 +206,7 @@ def of_lora(files: Path) -> dict[str, Any]:
         "graph": grpo.dataflow(interfaces),
         "interfaces": interfaces,
         "models": {
-            "actor": trained(files, trains=Lora(rank=2, dropout=0.1), dropout=True, ema_decay=0.5),
+            "actor": trained(files, trains=Lora(rank=2, dropout=0.1), dropout=0.1, ema_decay=0.5),
             "ref": SharedModel("actor", Share.reference),
         },
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 from typing_extensions import override
@@ -40,7 +40,7 @@ from realign.engines.shared_model import Share, SharedModel
 from realign.engines.training.load_balancing import LoadBalancing
 from realign.engines.training.optimizer import OptimizerSpec, ScheduleKind
 from realign.errors import ConfigError, SettingsError
-from realign.settings import Auto, Settings
+from realign.settings import Auto, Range, Settings
 
 if TYPE_CHECKING:
     from realign.engines.distributed.divisions import Divisions
@@ -69,8 +69,8 @@ class TransformersModel(Settings, ModelSpec):
         gradient_checkpointing: true | false | auto. Recompute each layer in the backward pass: saves memory, takes
             about a third longer. auto does so on CUDA if training wouldn't fit otherwise, and never on a CPU; the
             launch table says which and why.
-        dropout: Apply the model's dropout during training. Off by default, because importance ratios compare two
-            passes over the same text.
+        dropout: Rate of all dropouts of the model during training, such as 0.1. Off by default, also if the model's
+            config has rates, because importance ratios compare two passes over the same text.
         optimizer: How to train the model; null freezes it.
         trains: Which weights to train: all | top_layers | lora. See `All`, `TopLayers`, `Lora`.
         adapter: What to do with an adapter folder in `path`: auto (continue if trains=lora with merge_on_save=false,
@@ -100,7 +100,7 @@ class TransformersModel(Settings, ModelSpec):
     attention: Backend = Backend.auto
     deterministic: bool = False
     gradient_checkpointing: bool | Auto = Auto.auto
-    dropout: bool = False
+    dropout: Annotated[float, Range(ge=0, lt=1)] = 0.0
     optimizer: OptimizerSpec | None = None
     trains: Trained = field(default_factory=All)
     adapter: AdapterStart = AdapterStart.auto

@@ -126,8 +126,8 @@ class Network(nn.Module):
             self.no_replay = str(error)
         self._attention = settings.attention
         self._vocabulary = settings.vocabulary
-        self._dropout = settings.dropout
-        self.draws = settings.dropout or bool(self.trains.dropouts(module))
+        self._dropout = settings.dropout > 0
+        self.draws = self._dropout or bool(self.trains.dropouts(module))
         """Whether training passes have dropout."""
         self._shares = settings.shared_prompts is SharedPrompts.auto
         # A branch records the inputs of the trunk's layers with hooks, which cannot tell concurrent passes apart.

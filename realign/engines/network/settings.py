@@ -38,8 +38,8 @@ class NetworkSettings:
     """Dtype of matrix products; bfloat16 uses autocast."""
     attention: Backend = Backend.auto
     """Kernel of packed attention."""
-    dropout: bool = False
-    """Apply the model's dropout in training passes."""
+    dropout: float = 0.0
+    """Rate of the model's dropouts in training passes."""
     trains: Trained = field(default_factory=All)
     """Weights for which the module was prepared, see `Trained.prepare`."""
     vocabulary: int | None = None

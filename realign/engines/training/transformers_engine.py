@@ -6,7 +6,7 @@ returns sums, and the accumulated gradient is divided once, by the weight of the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import override
 
 from realign.api.engine import Agree, EngineCapabilities, Forward, LossFn, LossWeightFn, PostHook, StepIf
@@ -37,6 +37,7 @@ from realign.engines.training.nonfinite import Accumulated, origin_in
 from realign.engines.training.optimizer import OptimizerSpec
 from realign.engines.training.stepper import Stepper, counted, single, step_weight
 from realign.engines.training.weights import WeightAverage
+from realign.errors import ConfigError
 
 
 class TransformersEngine(InferenceEngine):
@@ -398,11 +399,21 @@ class TrainingModes:
     training and scoring passes compute the same. The dropout of adapters has a separate rate.
     """
 
-    def __init__(self, network: Network, *, dropout: bool, gradient_checkpointing: bool) -> None:
-        """Enable gradient checkpointing if requested; dropout stays off until `entered`."""
+    def __init__(self, network: Network, *, dropout: float, gradient_checkpointing: bool) -> None:
+        """Enable gradient checkpointing if requested; dropout stays off until `entered`.
+
+        Raises:
+            ConfigError: the model has no dropout.
+        """
         self._network = network
-        self._dropout = dropout
-        self._checkpointed = _enable_checkpointing(network.module, dropout) if gradient_checkpointing else []
+        self._dropout = dropout > 0
+        self._checkpointed = _enable_checkpointing(network.module) if gradient_checkpointing else []
+        if self._dropout:
+            adapters = {id(layer) for layer in network.trains.dropouts(network)}
+            if not _set_dropout((part for part in network.module.modules() if id(part) not in adapters), dropout):
+                raise ConfigError(f"models.{network.name}.dropout={dropout:g}: the model has no dropout.")
+        else:
+            _set_dropout(self._checkpointed, 0.0)  # these are in train mode
 
     @contextmanager
     def entered(self, dropout_seed: Callable[[], int]) -> Iterator[None]:
@@ -430,7 +441,20 @@ class TrainingModes:
             yield
 
 
-def _enable_checkpointing(module: Any, dropout: bool) -> list[Any]:
+def _set_dropout(parts: Iterable[nn.Module], rate: float) -> int:
+    """Set the rate of modules that drop values, and return how many rates there are."""
+    count = 0
+    for part in parts:
+        # most layers of transformers store their rates as plain floats; `layerdrop` of OPT drops whole layers
+        rates = ["p"] if isinstance(part, nn.Dropout) else [n for n, x in vars(part).items() if isinstance(x, float)]
+        for name in rates:
+            if name == "p" or "dropout" in name or (name == "layerdrop" and not rate):
+                setattr(part, name, rate)
+                count += 1
+    return count
+
+
+def _enable_checkpointing(module: Any) -> list[Any]:
     """Enable gradient checkpointing, and return the modules that check their own `training` flag for it."""
     # transformers is renaming this method: use the new name if it exists
     enable = getattr(module, "activation_checkpointing_enable", None) or module.gradient_checkpointing_enable
@@ -438,12 +462,7 @@ def _enable_checkpointing(module: Any, dropout: bool) -> list[Any]:
     # transformers also hooks the embeddings, for reentrant checkpointing. The hook would disable the fused rollout and
     # make the backward pass go through frozen layers.
     module.disable_input_require_grads()
-    checkpointed = [m for m in module.modules() if getattr(m, "gradient_checkpointing", False)]
-    for layer in [] if dropout else checkpointed:
-        for name, x in vars(layer).items():  # OPT layers store their rates as plain floats
-            if isinstance(x, float) and ("dropout" in name or name == "layerdrop"):
-                setattr(layer, name, 0.0)
-    return checkpointed
+    return [m for m in module.modules() if getattr(m, "gradient_checkpointing", False)]
 
 
 def check_loss(loss: Tensor) -> None:

@@ -653,7 +653,7 @@ def on_mesh(folder: Path, sharding: Sharding, names: Sequence[str]) -> dict[str,
 def core_of_a_group(folder: Path) -> dict[str, Any]:
     """Run the scenarios of a rank of a group that take few seconds."""
     found = {"grpo": grpo(folder), "uneven": uneven(folder), "faults of one rank": faults_of_one_rank(folder)}
-    return found | {"dropout": load(folder, dropout=True).engine.dropout_seed()}
+    return found | {"dropout": load(folder, dropout=0.1).engine.dropout_seed()}
 
 
 def of_a_group(folder: Path) -> dict[str, Any]:
@@ -665,4 +665,4 @@ def of_a_group(folder: Path) -> dict[str, Any]:
     more["reduced once"] = reduced_once(folder)
     if current().size == 2:
         more["divided"] = divided(folder)
-    return {**scenarios(folder), **more, "dropout": load(folder, dropout=True).engine.dropout_seed()}
+    return {**scenarios(folder), **more, "dropout": load(folder, dropout=0.1).engine.dropout_seed()}

@@ -179,7 +179,7 @@ def test_scoring_is_the_same_and_keeps_the_order():
 
 
 def test_dropout_and_off_take_one_pass_after_the_other():
-    for engine in ({"model": {"attention_dropout": 0.5}, "dropout": True}, {"parallel_passes": ParallelPasses.off}):
+    for engine in ({"dropout": 0.5}, {"parallel_passes": ParallelPasses.off}):
         assert trained(masked(), **engine)[0]["n_microbatches"] == 1
 
 

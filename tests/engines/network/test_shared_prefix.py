@@ -286,7 +286,7 @@ def test_batches_without_groups_are_untouched():
 
 
 def test_dropout_shares_nothing_in_training():
-    engine = tiny_engine("gpt2", optimizer=STEP, dropout=True)
+    engine = tiny_engine("gpt2", optimizer=STEP, dropout=0.1)
     assert train(engine, sample())[0]["shared_tokens"] == 0
     assert outputs(engine, sample(), training=False)[1] == SHARED
 

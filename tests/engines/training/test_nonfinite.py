@@ -122,7 +122,7 @@ def test_a_broken_weight_is_named_instead():
 
 def test_dropout_and_checkpointed_layers_are_in_their_training_state_when_asked_again():
     data = random_sample(LENGTHS)
-    engine = tiny_engine("gpt2", optimizer=STEP, dropout=True, gradient_checkpointing=True)
+    engine = tiny_engine("gpt2", optimizer=STEP, dropout=0.1, gradient_checkpointing=True)
     message = told(engine, data, Poisoned(data, ("p0",), gradient=True), SPECS[1])
     assert "from the gradient of id 'p0')" in message
     assert not any(m.training for m in engine.module.modules())

@@ -478,10 +478,11 @@ def test_trap_b6_checkpointing_recomputes_and_changes_nothing(family):
 
 
 def test_dropout_is_applied_when_asked_and_only_while_training():
-    rates = {"attn_pdrop": 0.3, "resid_pdrop": 0.3, "embd_pdrop": 0.3}
+    """Whatever the model's config says."""
+    rates = {"attn_pdrop": 0.9, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
     data = random_sample(LENGTHS)
     losses, scores = [], []
-    for dropout, checkpointing in ((False, False), (True, False), (True, False), (True, True)):
+    for dropout, checkpointing in ((0.0, False), (0.3, False), (0.3, False), (0.3, True)):
         engine = tiny_engine(
             "gpt2", model=rates, optimizer=OptimizerSpec(lr=0.0), dropout=dropout, gradient_checkpointing=checkpointing
         )
@@ -501,13 +502,33 @@ def test_dropout_of_a_token_classifier_is_off_unless_asked():
     def loss(out, mb):
         return out.values().sum(), {}
 
-    for dropout in (False, True):
+    for dropout in (0.0, 0.2):
         engine = tiny_engine("llama", model={"head": "value"}, optimizer=OptimizerSpec(lr=0.0), dropout=dropout)
-        assert engine.module.dropout.p == 0.1
+        assert engine.module.dropout.p == (dropout or 0.1)
         want = engine.forward(data, ONE, lambda out, mb: mb.with_tokens(values=out.values()))["values"].sum()
         found = engine.train_batch(data, ONE, loss, lambda d: torch.tensor(1.0))
         same = stat_values(found)["loss"] == pytest.approx(float(want), rel=1e-5)
-        assert same != dropout
+        assert same == (dropout == 0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_seed_c23_each_family_drops_values_at_the_rate_that_was_set(family):
+    """The larger the rate, the further the loss is from that of the whole model."""
+    data = random_sample(LENGTHS)
+    off = tiny_engine(family, optimizer=OptimizerSpec(lr=0.0))
+    whole = stat_values(train(off, data))["loss"]
+    rates = {rate: tiny_engine(family, optimizer=OptimizerSpec(lr=0.0), dropout=rate).module for rate in (0.1, 0.4)}
+    for rate, module in rates.items():
+        assert {layer.p for layer in module.modules() if isinstance(layer, torch.nn.Dropout)} <= {rate}
+        of_layers = {
+            value
+            for layer in module.modules()
+            for name, value in vars(layer).items()
+            if isinstance(value, float) and "dropout" in name
+        }
+        assert of_layers <= {rate}
+    dropping = tiny_engine(family, optimizer=OptimizerSpec(lr=0.0), dropout=0.4)
+    assert abs(stat_values(train(dropping, data))["loss"] - whole) > 1e-4
 
 
 def test_tied_embeddings_are_trained_through_both_uses():

@@ -171,8 +171,8 @@ def test_a_model_that_the_library_does_not_compute_is_refused():
             ConfigError, match=r"sampler\.exact=true: decode steps cannot be compiled, .* Set exact=false\.$"
         ):
             engine(family)
-    with pytest.raises(ConfigError, match=r"exact=true: incompatible with dropout=true"):
-        engine(dropout=True)
+    with pytest.raises(ConfigError, match=r"exact=true: incompatible with dropout"):
+        engine(dropout=0.1)
     with pytest.raises(SettingsError, match=r"exact=true: incompatible with compiled_decode=off"):
         InProcessSampling(exact=True, compiled_decode=CompiledDecode.off)
 
