@@ -6,6 +6,7 @@ everything that it prints, so the run goes on.
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Iterable, Iterator
@@ -62,18 +63,22 @@ class LastingStream:
             yield
         except OSError as error:
             self.lost = self.lost or error
+        except ValueError:
+            if not self._stream.closed:
+                raise
+            self.lost = self.lost or OSError(errno.EBADF, os.strerror(errno.EBADF))
 
 
 @contextmanager
-def lasting_console(console: Console | None = None) -> Iterator[LastingStream | None]:
+def lasting_console(console: Console | None = None) -> Iterator[LastingStream]:
     """Keep errors of stdout, stderr and the file of `console` from what happens in this context.
 
     Yields:
-        The stream of stdout; None if the process has none.
+        The stream of stdout.
     """
     before = sys.stdout, sys.stderr
     own = None if console is None or console.file in before else console.file
-    out, err = (x if x is None or isinstance(x, LastingStream) else LastingStream(x) for x in before)
+    out, err = map(_lasting, before)
     sys.stdout, sys.stderr = out, err
     if console is not None and own is not None:
         console.file = LastingStream(own)  # type: ignore[assignment]
@@ -81,11 +86,18 @@ def lasting_console(console: Console | None = None) -> Iterator[LastingStream | 
         yield out
     finally:
         for stream, earlier in ((out, before[0]), (err, before[1])):
-            if stream is not None and stream is not earlier:
+            if stream is not earlier:
                 stream.settle()
         sys.stdout, sys.stderr = before
         if console is not None and own is not None:
             console.file = own
+
+
+def _lasting(stream: IO[str] | LastingStream | None) -> LastingStream:
+    if isinstance(stream, LastingStream):
+        return stream
+    # without an open descriptor, the next file that is opened would be stdout, and get what is printed
+    return LastingStream(stream or os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
 
 
 def write_stderr(text: str) -> None:

@@ -95,14 +95,17 @@ def test_everything_that_prints_is_kept_from_errors_and_the_streams_come_back():
             with lasting_console(own) as inner:
                 assert inner is console
         assert (sys.stdout, sys.stderr, own.file) == (out, err, file)
-    assert console is not None
     assert console.lost is not None
 
 
-def test_a_process_without_streams_works():
-    with streams(None, None), lasting_console() as console:
-        print("a")
-        assert console is None
+def test_a_process_without_streams_and_one_that_closed_them_work():
+    closed = io.StringIO()
+    closed.close()
+    for stream in (None, closed):
+        with streams(stream, stream), lasting_console():
+            print("a", flush=True)
+            sys.stderr.write("b")
+            Console().print("c")
 
 
 @pytest.mark.parametrize("number", ERRORS)

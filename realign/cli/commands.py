@@ -141,7 +141,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if line := first_line(args):
                 print(line, flush=True)
         code = guarded(lambda: _of_all_ranks(args, debug), debug)
-        if console is not None and not code and not _works(args):
+        if not code and not _works(args):
             console.flush()
             if console.lost is not None:
                 return guarded(partial(_lost, console.lost), debug)

@@ -34,7 +34,7 @@ from realign.runtime.metrics.samples import SHOWN, show
 from realign.runtime.metrics.shown_metrics import headline, panels, targets
 from realign.runtime.metrics.trackers import BestEffortTracker, Tracker
 from realign.runtime.output_folder import take_output_folder
-from realign.runtime.processes.watchdog import Watch, WorkerLost
+from realign.runtime.processes.watchdog import Watch, WorkerHangs, WorkerLost
 from realign.runtime.recorded_calls import remove_later_calls, write_calls
 from realign.runtime.resume import DYNAMIC_SAMPLING, training_settings
 from realign.runtime.rollout.dynamic_sampling import TaskSolved
@@ -236,7 +236,7 @@ class TrainingLoop:
                                 raise Interrupted(received, f"stopped after step {step} of {e.steps}. {self._kept()}")
                             self.checkpoints.after_step(step)
                     self._finish()
-                except (Interrupted, WorkerLost):  # nothing is left to save, or nobody waits for it
+                except (Interrupted, WorkerLost, WorkerHangs):  # it is saved, nobody waits for it, or no worker answers
                     raise
                 except BaseException as error:
                     self._keep(error)

@@ -1,15 +1,18 @@
-"""Test sweeps whose runs are Slurm jobs, with the local executor of the submitit launcher."""
+"""Test sweeps whose runs are Slurm jobs, with the local executor of the submitit launcher, and the logs of a run."""
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 
+from realign.cli.train import _recorded
 from realign.config.files import experiments_dir
 from tests.config_parts import write_experiment
 
@@ -35,3 +38,16 @@ def test_the_runs_of_a_sweep_are_jobs_with_folders_of_their_own(tmp_path):
     assert [config["interfaces"]["actor"]["epochs"] for config in found] == [1, 2]
     assert all((folder / str(i) / "final" / "actor").is_dir() for i in range(2))
     assert len(list((folder / ".submitit").glob("*/*_log.err"))) == 2
+
+
+@pytest.mark.parametrize(("verbose", "level"), [(False, logging.WARNING), (["httpx"], logging.DEBUG)])
+def test_a_run_logs_no_line_for_each_request_of_its_agents_unless_asked(monkeypatch, verbose, level):
+    monkeypatch.setattr("realign.cli.train.record", lambda *_: None)
+    monkeypatch.setattr(logging, "basicConfig", lambda **_: None)
+    client = logging.getLogger("httpx")
+    before = client.level
+    try:
+        _recorded(SimpleNamespace(hydra={"verbose": verbose}), "runs/x")
+        assert client.level == level
+    finally:
+        client.setLevel(before)

@@ -104,7 +104,7 @@ def test_success_bugs_errors_and_ctrl_c_end_the_script_with_the_code_of_the_run(
     assert (result.code, len(result.calls), result.requeues) == (code, 1, [])
 
 
-@pytest.mark.parametrize("code", [75, 143])
+@pytest.mark.parametrize("code", [75, 143, 138])
 def test_a_slurm_job_is_requeued_after_a_transient_failure_and_after_preemption(execute, code):
     result = execute("slurm/train.sbatch", (code, 1 if code == 75 else None))
     assert (result.code, result.requeues) == (code, ["requeue 42"])
