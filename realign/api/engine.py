@@ -207,9 +207,9 @@ class PipelinableEngine(ABC):
         (seed, id, response index).
 
         Returns:
-            A sample of the same ids: `input_ids`, `prompt_mask`, `loss_mask`, `logprobs` [T] and `truncated` [S]
-            bool; with `config.router_replay` also `router_experts`, with `config.sampling_replay` also
-            `sampling_mask`.
+            A sample of the same ids: `input_ids`, `prompt_mask`, `loss_mask`, `logprobs` [T], `truncated` [S] bool
+            and `response_index` [S]; with `config.router_replay` also `router_experts`, with `config.sampling_replay`
+            also `sampling_mask`.
 
         Raises:
             ValueError: the network is no language model.

@@ -36,6 +36,15 @@ GRIDS = "image_grid_thw"
 """[I, 3] int64: number of patches of each image along time, height and width."""
 IMAGE_KEYS = (PIXELS, GRIDS)
 
+# Keys [S] that say which sequence this is, as the id says which prompt. They are written where the tokens are made, and
+# no filter changes them, so a record finds the tokens that a value belongs to.
+RESPONSE_INDEX = "response_index"
+"""Which of its prompt's sequences this is, from 0."""
+EPISODE = "episode"
+"""Which episode of its prompt the sequence belongs to, from 0. An agent makes several sequences in an episode; without
+this key, every sequence is an episode of its own."""
+INDEX_KEYS = (RESPONSE_INDEX, EPISODE)
+
 
 class MissingKeyError(ValueError):
     """Raised when a batch lacks a packed key; `key` is its name."""
@@ -235,10 +244,16 @@ class SequenceSample:
         return "\n".join([head, *lines])
 
     def select(self, keys: Iterable[str]) -> SequenceSample:
-        """Return a sample with only these keys; tokens keep the images of their prompts (`IMAGE_KEYS`)."""
+        """Return a sample with only these keys.
+
+        `input_ids` keeps what says whose tokens they are (`INDEX_KEYS`), and tokens keep the images of their prompts
+        (`IMAGE_KEYS`).
+        """
         wanted = set(keys)
         if wanted & _WITH_IMAGES:
             wanted |= self.data.keys() & set(IMAGE_KEYS)
+        if TOKENS in wanted:
+            wanted |= self.data.keys() & set(INDEX_KEYS)
         for key in sorted(wanted - self.metadata.keys()):
             self._known(key)
         return replace(
@@ -392,6 +407,18 @@ def on_device(x: Tensor, device: torch.device | str) -> Tensor:
     if x.device.type != "cpu" or target in ("cpu", "meta"):
         return x.to(device)
     return x.pin_memory().to(device, non_blocking=True)
+
+
+def with_response_index(data: SequenceSample) -> SequenceSample:
+    """Return a whole batch with `response_index`: its own, or else the place of each sequence in its prompt.
+
+    Call it where tokens are made, before any sequence is left out.
+    """
+    if TOKENS not in data or RESPONSE_INDEX in data:
+        return data
+    lengths = data.lengths[TOKENS]
+    place_S = np.arange(len(lengths.flat)) - lengths.sequence_starts[lengths.prompt_of_sequence]
+    return data.with_sequences(**{RESPONSE_INDEX: torch.from_numpy(place_S).to(data[TOKENS].device)})
 
 
 def part_sizes(n: int, parts: int) -> str:

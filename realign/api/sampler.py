@@ -19,7 +19,7 @@ from torch import Tensor
 
 from realign.api.generation import GenerationConfig
 from realign.api.lengths import Lengths
-from realign.api.sample import PIXELS, SequenceSample
+from realign.api.sample import PIXELS, SequenceSample, with_response_index
 from realign.api.sampling_mask import SamplingMask, with_masks
 from realign.api.seeds import derive_seed
 from realign.settings import Settings
@@ -240,8 +240,8 @@ class Sampler(Protocol):
 
         Returns:
             A sample of the same ids: `input_ids`, `prompt_mask`, `loss_mask`, `logprobs` (0 for prompt tokens) and
-            `versions` int32 (-1 for prompt tokens) [T], and `truncated` [S] bool; with `config.router_replay` also
-            `router_experts`, with `config.sampling_replay` also `sampling_mask`.
+            `versions` int32 (-1 for prompt tokens) [T], `truncated` [S] bool and `response_index` [S] (0 to n - 1);
+            with `config.router_replay` also `router_experts`, with `config.sampling_replay` also `sampling_mask`.
 
         Raises:
             RuntimeError: the sampler was closed or failed.
@@ -345,6 +345,7 @@ def sample_of(
     }
     truncated_S = torch.tensor([c.truncated for c in completions], dtype=torch.bool, device=device)
     out = SequenceSample(data.ids).with_data(keys, lengths=lengths).with_sequences(truncated=truncated_S)
+    out = with_response_index(out)
     return with_masks(out, [c.mask for c in completions]) if masks else out
 
 

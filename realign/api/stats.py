@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from realign.api.microbatch import MicroBatchSpec
-from realign.api.sample import TOKENS, SequenceSample
+from realign.api.sample import RESPONSE_INDEX, TOKENS, SequenceSample
 
 
 class Mean(NamedTuple):
@@ -89,7 +89,7 @@ class Trace(NamedTuple):
     prompts: Tensor
     """[traced sequences] index of the sequence's prompt in `trace_ids`."""
     responses: Tensor
-    """[traced sequences] index of the response among the responses to its prompt."""
+    """[traced sequences] `response_index` of the sequence."""
 
 
 Stat: TypeAlias = Mean | Max | Min | Sum | Variance | Std | Correlation | Trace
@@ -251,26 +251,14 @@ def _merge(name: str, a: Stat, b: Stat) -> Stat:
     )
 
 
-RESPONSE = "trace_response"
-"""Key [S] with the index of each response among the responses to its prompt. The engine adds it before splitting."""
-
-
 class TracedSequence(NamedTuple):
     """The per-token values of one response."""
 
     prompt: Hashable
     response: int
+    """Its `response_index`."""
     values: dict[str, Tensor]
     """Values by name: [tokens of the sequence] float32."""
-
-
-def with_responses(data: SequenceSample, mb_spec: MicroBatchSpec) -> SequenceSample:
-    """Add the key `trace_response` to `data` if traces are on. The engine calls this before it splits a batch."""
-    if not mb_spec.trace_ids:
-        return data
-    counts = data.lengths[TOKENS].counts.tolist()
-    device = data[TOKENS].device
-    return data.with_sequences(**{RESPONSE: torch.cat([torch.arange(n) for n in counts]).to(device)})
 
 
 def keep_traces(stats: Mapping[str, Any], data: SequenceSample, mb_spec: MicroBatchSpec) -> dict[str, Any]:
@@ -278,13 +266,13 @@ def keep_traces(stats: Mapping[str, Any], data: SequenceSample, mb_spec: MicroBa
 
     Args:
         stats: metrics that a loss returned.
-        data: the micro-batch, with `trace_response` if traces are on.
+        data: the micro-batch. Sequences without `response_index`, which an interface made by itself, have no traces.
         mb_spec: spec with the `trace_ids`.
     """
     token_values = {name: stat for name, stat in stats.items() if isinstance(stat, TokenValues)}
     plain = {name: stat for name, stat in stats.items() if name not in token_values}
     place = {prompt: i for i, prompt in enumerate(mb_spec.trace_ids)}
-    if not token_values or not place:
+    if not token_values or not place or RESPONSE_INDEX not in data:
         return plain
     lengths = data.lengths[TOKENS]
     # Copies, since torch warns about numpy arrays that are read-only.
@@ -292,7 +280,7 @@ def keep_traces(stats: Mapping[str, Any], data: SequenceSample, mb_spec: MicroBa
     tokens_S = torch.from_numpy(lengths.flat.copy()).long()
     chosen_S = index_S >= 0
     chosen_T = chosen_S.repeat_interleave(tokens_S)
-    about = tokens_S[chosen_S], index_S[chosen_S], data[RESPONSE].cpu()[chosen_S]
+    about = tokens_S[chosen_S], index_S[chosen_S], data[RESPONSE_INDEX].cpu()[chosen_S]
     traces = {
         name: Trace(stat.values_T.detach().float()[chosen_T.to(stat.values_T.device)].cpu(), *about)
         for name, stat in token_values.items()

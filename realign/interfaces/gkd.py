@@ -41,6 +41,7 @@ from realign.api import (
     merge_stats,
 )
 from realign.api.dataflow import prompted, reported
+from realign.api.sample import with_response_index
 from realign.interfaces.components.aggregation import Aggregation, TokenMean
 from realign.interfaces.components.divergence import Divergence, ReverseKL
 from realign.interfaces.reference import ReferenceInterface
@@ -127,7 +128,7 @@ class GKDInterface(ModelInterface):
             out = model.sampler.generate(prompts, self.generation, seed=model.call_seed("generate"))
             parts.append(out.select(SAMPLED))
         if len(other):
-            given = data.take(other).select(list(GIVEN)).rename(GIVEN)
+            given = with_response_index(data.take(other).select(list(GIVEN)).rename(GIVEN))
             never_S = torch.zeros(given.n_sequences, dtype=torch.bool)
             parts.append(given.with_sequences(truncated=never_S))
         # Back to the order of the prompts.

@@ -246,7 +246,7 @@ SUMMARY = _record(
 """Schema of summary.json."""
 _SAMPLE = _record(
     **dict.fromkeys(("id", "prompt", "response", "evaluation"), text),
-    **dict.fromkeys(("step", "reward", "kl", "pass_rate"), number),
+    **dict.fromkeys(("step", "response_index", "episode", "reward", "kl", "pass_rate"), number),
     rewards=_by_name(number),
 )
 _TOKEN_VALUES = (
@@ -256,7 +256,7 @@ _TOKEN_VALUES = (
 """Values of tokens that the page shows, as in page_tokens.js."""
 _TOKENS = _record(
     id=text,
-    **dict.fromkeys(("step", "response", "reward", "start", "length"), number),
+    **dict.fromkeys(("step", "response", "episode", "reward", "start", "length"), number),
     tokens=_each(number),
     text=_each(text),
     **dict.fromkeys(("given", *_TOKEN_VALUES), _if_list(number)),
@@ -294,7 +294,7 @@ def usable(name: str, records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]
         converted = [{key: value for key, value in entry.items() if value is not None} for entry in converted]
         complete = [entry for entry in converted if 0 < len(entry["tokens"]) == len(entry["text"])]
         return [entry for entry in complete if any(x is not None for key in _TOKEN_VALUES for x in entry.get(key, ()))]
-    optional = ("kl", "rewards", "evaluation", "pass_rate") if name in ("samples", "eval_samples") else ()
+    optional = ("episode", "kl", "rewards", "evaluation", "pass_rate") if name in ("samples", "eval_samples") else ()
     absent: tuple[Any, ...] = (None, "", {})
     return [{k: value for k, value in entry.items() if k not in optional or value not in absent} for entry in converted]
 

@@ -10,9 +10,10 @@ from torch.profiler import record_function
 
 from realign.api import RPC, DataflowGraph, MicroBatchSpec, Model, ModelInterface, SequenceSample, stat_values
 from realign.api.interface import method_of
-from realign.api.sample import MissingKeyError
+from realign.api.sample import INDEX_KEYS, TOKENS, MissingKeyError, with_response_index
 from realign.api.stats import TracedSequence, traced
 from realign.runtime.out_of_memory import memory_limited
+from realign.runtime.recorded_calls import only
 
 MARK = "RPC "
 """Prefix of the name of an RPC in traces of the torch profiler."""
@@ -61,12 +62,15 @@ def call(
             traces.extend(traced(result, mb_spec.trace_ids))
         return batch, stat_values(result)
     # `rename` maps keys of inputs too, so only the pairs that concern an output count here and below
-    declared = {*rpc.outputs, *(ours for ours, theirs in rpc.rename.items() if theirs in rpc.outputs)}
+    written = {*rpc.outputs, *(ours for ours, theirs in rpc.rename.items() if theirs in rpc.outputs)}
     # undeclared `reports` are dropped, since a graph may omit them; any other undeclared key fails the check below
-    result = result.select(result.keys - (interface.keys(rpc.method).reports - declared))
+    result = result.select(result.keys - (interface.keys(rpc.method).reports - written))
     result = result.rename({ours: theirs for ours, theirs in rpc.rename.items() if theirs in rpc.outputs})
-    if result.keys != set(rpc.outputs):
-        raise ValueError(f"RPC {rpc.name!r} returned keys {sorted(result.keys)}, but declares {sorted(rpc.outputs)}")
+    # the index keys belong to `input_ids`, and other tokens have none in the batch
+    result = with_response_index(result) if TOKENS in rpc.outputs else only(result, result.keys - set(INDEX_KEYS))
+    found, declared = (sorted({*keys} - {*INDEX_KEYS}) for keys in (result.keys, rpc.outputs))
+    if found != declared:
+        raise ValueError(f"RPC {rpc.name!r} returned keys {found}, but declares {declared}")
     return batch.merge(result), {}
 
 

@@ -24,6 +24,7 @@ from realign.api import (
     stat_values,
 )
 from realign.api.rewards import total_rewards
+from realign.api.sample import TOKENS
 from realign.api.sampler import Sampler, SharedByRanks
 from realign.api.stats import TracedSequence
 from realign.data import Dataset
@@ -363,7 +364,7 @@ class LocalRuntime:
         if draw:
             model = model.replaced(seed=derive_seed(model.seed, "draw", draw))
         mb_spec, traces = self.experiment.microbatch, list[TracedSequence]()
-        if rpc.method == "train_step" and self.trace_prompts:
+        if rpc.method == "train_step" and TOKENS in rpc.inputs and self.trace_prompts:
             mb_spec = replace(mb_spec, trace_ids=batch.ids[: self.trace_prompts])
         doing = self.watch.doing(f"call {rpc.name!r}", batch, limited=True)
         with doing, self.spans.span(rpc.name, rpc.method):

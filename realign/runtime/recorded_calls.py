@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from realign.api import RPC, DataflowGraph, Lengths, Model, SequenceSample
+from realign.api.sample import INDEX_KEYS, TOKENS
 from realign.engines.distributed.ranks import current
 from realign.errors import CheckpointError
 from realign.own_files import make_folder, move, open_new, refuse_link, remove_file
@@ -51,6 +52,7 @@ def call_key(rpc: RPC, draw: int) -> str:
 def only(batch: SequenceSample, keys: Iterable[str]) -> SequenceSample:
     """Return the batch with these keys, of which it may lack some. `select` would add the images of the prompts."""
     wanted = {*keys}
+    wanted |= {*INDEX_KEYS} if TOKENS in wanted else set()
     return SequenceSample(
         batch.ids,
         {key: x for key, x in batch.data.items() if key in wanted},

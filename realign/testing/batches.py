@@ -12,6 +12,7 @@ from realign.api import (
     Lengths,
     SequenceSample,
 )
+from realign.api.sample import with_response_index
 from realign.functional import LMHead
 
 HIDDEN_SIZE = 4
@@ -86,7 +87,7 @@ def random_batch(
     sample = sample.with_data({"ptx_loss_mask": torch.from_numpy(rng.random(text.total) < 0.8)}, lengths=text)
     per_prompt = Lengths(np.ones_like(counts), np.ones_like(counts))
     sample = sample.with_data({"baseline_rewards": torch.from_numpy(rng.normal(0, 1, n_prompts))}, lengths=per_prompt)
-    return sample.with_metadata(row=[{"answer": str(i)} for i in range(n_prompts)])
+    return with_response_index(sample).with_metadata(row=[{"answer": str(i)} for i in range(n_prompts)])
 
 
 def random_preferences(

@@ -25,7 +25,7 @@ from realign.api import (
 )
 from realign.api.engine import EngineCapabilities, LossFn, LossWeightFn, PipelinableEngine, PostHook, QValues, StepIf
 from realign.api.sampler import requests_of, sample_of
-from realign.api.stats import keep_traces, with_responses
+from realign.api.stats import keep_traces
 from realign.functional import LMHead, last_true, previous
 
 
@@ -199,7 +199,7 @@ class BigramEngine(PipelinableEngine):
         total, collected = torch.zeros((), dtype=torch.float64), list[Stats]()
         for p in self.parameters:
             p.requires_grad_(True).grad = None
-        for mb in with_responses(data, mb_spec).split(mb_spec):
+        for mb in data.split(mb_spec):
             loss, stats = loss_fn(self.output(mb), mb)
             if weight > 0 and loss.requires_grad:
                 (loss / weight).backward()

@@ -404,7 +404,7 @@ def _check_generate(case: EngineCase) -> None:
         _refused(lambda: case.engine.generate(case.prompts, case.config, seed=3), "generate without a language model")
         return
     out = _generated(case, case.prompts, case.config)
-    keys = {"input_ids", "prompt_mask", "loss_mask", "logprobs", "truncated"}
+    keys = {"input_ids", "prompt_mask", "loss_mask", "logprobs", "truncated", "response_index"}
     _require(out.keys == keys, f"generate returns keys {sorted(out.keys)}, not {sorted(keys)}")
     _require(out.ids == case.prompts.ids, "generate returns the ids in another order")
     dtypes = {key: out[key].dtype for key in ("prompt_mask", "loss_mask", "truncated")}
@@ -413,6 +413,8 @@ def _check_generate(case: EngineCase) -> None:
     _require(bool((out["logprobs"][out["prompt_mask"]] == 0).all()), "a prompt token has a log-prob other than 0")
     owners = [prompt for prompt in case.prompts.sequences("prompt_ids") for _ in range(case.config.n)]
     _require(out.n_sequences == len(owners), f"generate returns {out.n_sequences} responses, not {len(owners)}")
+    indices = list(range(case.config.n)) * len(case.prompts)
+    _require(out["response_index"].tolist() == indices, "response_index is not the index of each response of a prompt")
     for prompt, ids, given in zip(owners, out.sequences(), out.sequences("prompt_mask"), strict=True):
         _require(ids[given].tolist() == prompt.tolist(), "a sequence does not start with its prompt")
         count = int((~given).sum())

@@ -92,7 +92,7 @@ def _raises(kind: type[BaseException], action: Callable[[], object], what: str) 
 def _check_generate(case: SamplerCase) -> None:
     """Check keys, dtypes and alignment of the output of `generate`."""
     out = case.generate()
-    keys = {"input_ids", "prompt_mask", "loss_mask", "logprobs", "versions", "truncated"}
+    keys = {"input_ids", "prompt_mask", "loss_mask", "logprobs", "versions", "truncated", "response_index"}
     _require(out.keys == keys, f"generate returns keys {sorted(out.keys)}, not {sorted(keys)}")
     _require(out.ids == case.prompts.ids, "generate returns different ids")
     dtypes = {key: out[key].dtype for key in ("prompt_mask", "loss_mask", "versions", "truncated")}
@@ -106,6 +106,8 @@ def _check_generate(case: SamplerCase) -> None:
     )
     _require(bool((out["logprobs"][out["prompt_mask"]] == 0).all()), "a prompt token has a log-prob other than 0")
     _require(bool((out["logprobs"] <= 0).all()), "a log-prob is positive or not a number")
+    indices = list(range(case.config.n)) * len(case.prompts)
+    _require(out["response_index"].tolist() == indices, "response_index is not the index of each response of a prompt")
     owners = [prompt for prompt in case.prompts.sequences("prompt_ids") for _ in range(case.config.n)]
     for prompt, ids, given in zip(owners, out.sequences(), out.sequences("prompt_mask"), strict=True):
         _require(ids[given].tolist() == prompt.tolist(), "a sequence does not start with its prompt")

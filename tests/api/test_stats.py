@@ -17,6 +17,7 @@ from realign.api import (
     MicroBatchSpec,
     Min,
     Model,
+    SequenceSample,
     Stats,
     Sum,
     TokenValues,
@@ -27,7 +28,7 @@ from realign.api import (
     merge_stats,
     stat_values,
 )
-from realign.api.stats import keep_traces, traced, with_responses
+from realign.api.stats import keep_traces, traced
 from realign.interfaces.components import KLPenalty
 from realign.interfaces.grpo import GRPOActorInterface
 from realign.interfaces.ppo import PPOActorInterface
@@ -188,6 +189,7 @@ def test_a_variance_is_that_of_all_parts_together():
     assert stat_values({"v": masked_variance(x, torch.zeros(5, dtype=torch.bool))}) == {}
 
 
+TRACED = MicroBatchSpec(trace_ids=("q0",))
 KEYS = ("input_ids", "loss_mask", "logprobs", "rewards", "ref_logprobs")
 
 
@@ -229,10 +231,28 @@ def test_a_trace_holds_the_values_of_the_loss():
 
 
 def test_token_values_are_dropped_unless_their_prompt_is_traced():
-    data = with_responses(random_batch().select(["input_ids"]), MicroBatchSpec(trace_ids=("q2",)))
+    data = random_batch().select(["input_ids"])
     stats = {"token/x": TokenValues(torch.arange(len(data["input_ids"])).double())}
     assert keep_traces(stats, data, MicroBatchSpec()) == {}
     kept = keep_traces(stats, data, MicroBatchSpec(trace_ids=("q2",)))
     start, end = (int(data.cu_seqlens()[s]) for s in (data.lengths["input_ids"].sequence_starts[2:4]))
     assert kept["token/x"].values.tolist() == list(range(start, end))
     assert stat_values(merge_stats([kept, kept])) == {}
+
+
+def test_sequences_that_no_sampler_numbered_have_no_traces():
+    data = SequenceSample.from_sequences(["q"], {"input_ids": [[[1, 2], [3]]]})
+    assert keep_traces({"token/x": TokenValues(torch.zeros(3))}, data, MicroBatchSpec(trace_ids=("q",))) == {}
+
+
+@pytest.mark.parametrize("dropped", [0, 1, 2])
+def test_a_trace_belongs_to_the_same_response_whichever_other_one_is_left_out(dropped):
+    data = random_batch().select(KEYS).take([0])  # four responses
+    whole = {one.response: one.values for one in traced(trained(PPOActorInterface(), TRACED, data)[1], data.ids)}
+    rewards_S = data["rewards"].clone()
+    rewards_S[dropped] = math.nan
+    left = data.with_sequences(rewards=rewards_S)
+    found = {one.response: one.values for one in traced(trained(PPOActorInterface(), TRACED, left)[1], data.ids)}
+    assert found.keys() == whole.keys() - {dropped}
+    for response, values in found.items():
+        torch.testing.assert_close(values["token/logprob"], whole[response]["token/logprob"])

@@ -30,7 +30,7 @@ from realign.api.lengths import Lengths
 from realign.api.microbatch import MicroBatchSpec
 from realign.api.sample import TOKENS, SequenceSample, Shards, shard
 from realign.api.seeds import derive_seed
-from realign.api.stats import Stats, keep_traces, merge_stats, on_host, with_responses
+from realign.api.stats import Stats, keep_traces, merge_stats, on_host
 from realign.engines.distributed.consistency import check_same_batch, check_same_weights
 from realign.engines.distributed.divisions import check_elementwise
 from realign.engines.distributed.pipeline_parallel import one_forward_one_backward
@@ -209,7 +209,7 @@ class ShardedEngine(TransformersEngine):
         """Run on this rank's part; the gradient is the sum over all parts."""
         self._trained()
         self.network.forget_gradients()
-        passes = self.network.passes(with_responses(part, mb_spec), mb_spec, training=True)
+        passes = self.network.passes(part, mb_spec, training=True)
         idle = self._idle_rounds(passes)
         load = self._start_load(passes, idle)
         losses: list[Tensor] = []

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from realign.api.generation import GenerationConfig
 from realign.api.lengths import Lengths
 from realign.api.router_experts import with_experts
-from realign.api.sample import PIXELS, SequenceSample
+from realign.api.sample import PIXELS, SequenceSample, with_response_index
 from realign.api.sampling_mask import with_masks
 from realign.engines.network.images import CURE, NO_IMAGES, ImageInputs, ImagePrompt, PromptInput, prompts_with_images
 from realign.engines.sampling.decode import Responses, Rollout, Stopping
@@ -64,6 +64,7 @@ def generate(
         - `prompt_mask` and `loss_mask` (the response);
         - `logprobs`: fp32, 0 on the prompt;
         - `truncated`: [S] bool, True if the length limit ended the response (always False with `fixed_length`);
+        - `response_index`: [S], which of the `n` responses it is;
         - `router_experts`: the experts that `model.routers` chose, if given; see `realign.api.router_experts`;
         - `sampling_mask`: with `config.sampling_replay`; see `realign.api.sampling_mask`.
 
@@ -187,4 +188,5 @@ def packed(data: SequenceSample, responses: Responses, n: int) -> SequenceSample
     logprobs_T = torch.zeros(lengths.total, device=device)
     logprobs_T[~prompt_mask_T] = logprobs_SN[sampled_SN]
     keys = {"input_ids": ids_T, "prompt_mask": prompt_mask_T, "loss_mask": ~prompt_mask_T, "logprobs": logprobs_T}
-    return SequenceSample(data.ids).with_data(keys, lengths=lengths).with_sequences(truncated=truncated_S)
+    out = SequenceSample(data.ids).with_data(keys, lengths=lengths).with_sequences(truncated=truncated_S)
+    return with_response_index(out)

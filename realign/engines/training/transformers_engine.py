@@ -22,7 +22,7 @@ from realign.api.generation import GenerationConfig
 from realign.api.microbatch import MicroBatchSpec
 from realign.api.sample import TOKENS, SequenceSample
 from realign.api.seeds import derive_seed
-from realign.api.stats import Stats, keep_traces, merge_stats, with_responses
+from realign.api.stats import Stats, keep_traces, merge_stats
 from realign.engines.host import Host
 from realign.engines.network.network import Network
 from realign.engines.network.passes import Layout, Passes, side_by_side
@@ -217,7 +217,7 @@ class TransformersEngine(InferenceEngine):
         """
         stepper = self._trained()
         stepper.zero_grad()
-        passes = self.network.passes(with_responses(part, mb_spec), mb_spec, parallel=True, training=True)
+        passes = self.network.passes(part, mb_spec, parallel=True, training=True)
         load = self._start_load(passes, range(0))
 
         def compute(micro_batch: tuple[SequenceSample, Layout]) -> tuple[Tensor, Any, list[Tensor | None]]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from realign.api import ModelOutput, SequenceSample, Stats, masked_mean
 from realign.api.router_experts import ROUTER_EXPERTS, without_experts
-from realign.api.sample import TOKENS
+from realign.api.sample import INDEX_KEYS, TOKENS
 from realign.api.sampling_mask import SAMPLING_MASK, with_masks
 from realign.functional import nll_loss
 
@@ -49,10 +49,12 @@ def mix_pretraining(
     text = replace(text, ids=tuple(("ptx", prompt) for prompt in part.ids))
     mask_T = text["ptx_mask"]
     weight, tokens = reduce(torch.stack([loss_weight(policy).double(), mask_T.sum().double()])).tolist()
-    fill = {key: x.new_zeros(len(mask_T), *x.shape[1:]) for key, x in policy.data.items() if key != TOKENS}
+    fill = {key: x.new_zeros(len(mask_T), *x.shape[1:]) for key, x in policy.data.items() if key in aligned - {TOKENS}}
+    none_S = torch.full((text.n_sequences,), -1, device=mask_T.device)
     per_token = torch.where(mask_T, coef * weight / max(tokens, 1), 0.0).float()
     policy = policy.with_tokens(ptx_weight=torch.zeros(len(policy[TOKENS])))
     text = text.select([TOKENS]).with_tokens(**fill, ptx_weight=per_token)
+    text = text.with_sequences(**{key: none_S for key in INDEX_KEYS if key in policy})
     if ROUTER_EXPERTS in part:
         policy, text = policy.merge(part.select([ROUTER_EXPERTS])), without_experts(text)
     if SAMPLING_MASK in part:

@@ -31,7 +31,7 @@
     for (const record of records) {
       const key = record.step + "\n" + record.id;
       if (!groups.has(key)) groups.set(key, { step: record.step, id: record.id, prompt: record.prompt, responses: [] });
-      groups.get(key).responses.push({ ...record, place: groups.get(key).responses.length });
+      groups.get(key).responses.push(record);
     }
     return [...groups.values()];
   }
@@ -44,7 +44,7 @@
   }
 
   function recorded(run, group, response) {
-    return run.tokens.find((t) => t.step === group.step && String(t.id) === String(group.id) && t.response === response.place);
+    return run.tokens.find((t) => t.step === group.step && String(t.id) === String(group.id) && t.response === response.response_index);
   }
 
   /* Mean advantage of the trained tokens, for responses that tokens.jsonl contains. */
@@ -160,7 +160,7 @@
         relative !== null && group.responses.length > 1 && el("span", { class: "muted", title: "reward minus the mean reward of the group" }, report.signed(relative), " vs. group"),
         advantage !== null && el("span", { title: "mean advantage of the trained tokens" }, "advantage ", el("b", {}, report.signed(advantage))),
         r.times > 1 && el("span", { class: "tag", title: "identical responses" }, "× " + r.times),
-        recorded(run, group, r) && el("a", { href: report.link("tokens", null, { step: group.step, id: group.id, response: r.place }) }, "tokens"),
+        recorded(run, group, r) && el("a", { href: report.link("tokens", null, { step: group.step, id: group.id, response: r.response_index }) }, "tokens"),
         report.isNumber(r.kl) && el("span", { class: "muted", title: "log-prob difference to the reference, summed over the response" }, "KL ", report.number(r.kl))),
       group.responses.length > 1 && el("div", { class: "diverging", "aria-hidden": "true" },
         el("i", { class: relative >= 0 ? "up" : "down", style: { width: width + "%", [relative >= 0 ? "left" : "right"]: "50%" } })),

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -20,10 +20,12 @@ from torch import Tensor
 
 from realign.api import SequenceSample
 from realign.api.rewards import total_rewards
+from realign.api.sample import RESPONSE_INDEX
 from realign.api.stats import TracedSequence
 from realign.run_settings import RecordSpec
 from realign.runtime.metrics.records import Records
 from realign.runtime.metrics.run_log import RunLog
+from realign.runtime.metrics.samples import sequence_places
 
 MOST_SPANS = 5_000
 """Maximum number of spans between two writes; older ones are dropped."""
@@ -209,16 +211,16 @@ def token_records(
     }
     rewards = total_rewards(part).tolist() if "rewards" in part else None
     traced = {(trace.prompt, trace.response): trace.values for trace in traces}
-    records, seen = list[dict[str, Any]](), dict[Hashable, int]()
-    for row, (owner, ids) in enumerate(zip(part.group_index().tolist(), part.sequences("input_ids"), strict=True)):
-        prompt = part.ids[owner]
-        response = seen[prompt] = seen.get(prompt, -1) + 1
+    records = list[dict[str, Any]]()
+    owners, places = part.group_index().tolist(), sequence_places(part)
+    for row, (owner, place, ids) in enumerate(zip(owners, places, part.sequences("input_ids"), strict=True)):
+        prompt, response = part.ids[owner], place.pop(RESPONSE_INDEX)
         if response >= spec.token_responses:
             continue
         values = {name: rows[row] for name, rows in columns.items()}
         values |= {TRACED[key]: x for key, x in traced.get((prompt, response), {}).items() if key in TRACED}
         reward = None if rewards is None else _plain(rewards[row])
-        record = {"id": prompt, "response": response, "reward": reward}
+        record = {"id": prompt, "response": response, **place, "reward": reward}
         records.append(record | _columns(ids, values, spec.token_limit, decode))
     return records
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from realign.api import SequenceSample
 from realign.api.rewards import NAMED, named_rewards, total_rewards
+from realign.api.sample import INDEX_KEYS, with_response_index
 from realign.data.encoding import DecodedSequence
 from realign.functional import KLEstimator, kl_estimate, segment_sum
 from realign.text import shortened, visible
@@ -76,11 +77,12 @@ SHOWN = 3
 def readable(batch: SequenceSample, prompts: int, decode: Callable[..., str]) -> list[dict[str, Any]]:
     """Return a record for each response to the first `prompts` prompts of a batch; empty if the batch has no rewards.
 
-    Each record contains the prompt's `id`, `prompt`, `response` (all text after the prompt) and `reward` (None if it
-    is missing). If the batch has named rewards, it also contains `rewards`, by name. If the batch has reference
-    log-probs, it also contains `kl`: the log-prob differences, summed over the response (nats). A multi-turn record
-    also contains `turns`: policy turns and observations, alternating. With a curriculum, `pass_rate` is the rolling
-    pass rate that the prompt had when it was chosen, None if it was new.
+    Each record contains the prompt's `id`, `prompt`, `response` (all text after the prompt), `response_index`,
+    `episode` (of environments and agents) and `reward` (None if it is missing). If the batch has named rewards, it also
+    contains `rewards`, by name. If the batch has reference log-probs, it also contains `kl`: the log-prob differences,
+    summed over the response (nats). A multi-turn record also contains `turns`: policy turns and observations,
+    alternating. With a curriculum, `pass_rate` is the rolling pass rate that the prompt had when it was chosen, None if
+    it was new.
     """
     if not {"input_ids", "prompt_mask", "rewards"} <= batch.keys or prompts == 0:
         return []
@@ -90,13 +92,15 @@ def readable(batch: SequenceSample, prompts: int, decode: Callable[..., str]) ->
         part.sequences("input_ids"),
         part.sequences("prompt_mask"),
         total_rewards(part).tolist(),
+        sequence_places(part),
         strict=True,
     )
     records: list[dict[str, Any]] = []
-    for owner, ids, given, reward in rows:
+    for owner, ids, given, reward, place in rows:
         prompt, *turns = _runs(ids, given)
         record = {
             "id": part.ids[owner],
+            **place,
             "prompt": decode(prompt, skip_special_tokens=True),
             "response": decode(ids[len(prompt) :], skip_special_tokens=True),
             "reward": reward if math.isfinite(reward) else None,
@@ -115,6 +119,13 @@ def readable(batch: SequenceSample, prompts: int, decode: Callable[..., str]) ->
         for record, kl in zip(records, segment_sum(kl_T, part.cu_seqlens()).tolist(), strict=True):
             record["kl"] = kl
     return records
+
+
+def sequence_places(batch: SequenceSample) -> list[dict[str, int]]:
+    """Return `response_index` of each sequence, and `episode` if the batch has it, for records."""
+    batch = with_response_index(batch)
+    columns = {key: batch[key].tolist() for key in INDEX_KEYS if key in batch}
+    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
 
 def _runs(ids: Tensor, given: Tensor) -> list[Tensor]:

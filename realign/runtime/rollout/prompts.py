@@ -11,6 +11,7 @@ import numpy as np
 
 from realign.api import SequenceSample
 from realign.api.rewards import total_rewards
+from realign.api.sample import with_response_index
 from realign.data import Dataset
 from realign.data.curriculum import Curriculum, CurriculumOrder
 from realign.data.order import FRUITLESS, RowOrder
@@ -62,7 +63,7 @@ class PromptStream:
     def preview(self, places: Sequence[int]) -> SequenceSample:
         """Return the prompts that would be at these places without a curriculum."""
         order = self.order.usual if isinstance(self.order, CurriculumOrder) else self.order
-        return self.dataset.sample(order.rows(places))
+        return with_response_index(self.dataset.sample(order.rows(places)))
 
     def at(self, places: Sequence[int]) -> SequenceSample:
         """Return the prompts at these places of the stream, counted from the start of the first epoch.
@@ -72,7 +73,7 @@ class PromptStream:
         return self._sample(places, self.order.rows(places))
 
     def _sample(self, places: Sequence[int], rows: Sequence[tuple[int, Any]]) -> SequenceSample:
-        sample = self.dataset.sample(rows)
+        sample = with_response_index(self.dataset.sample(rows))
         if not isinstance(self.order, CurriculumOrder):
             return sample
         self._places |= zip(sample.ids, places, strict=True)

@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 
+from realign.api import GenerationConfig
 from realign.api.callback import Callback
 from realign.api.stats import TracedSequence
 from realign.engines import TransformersModel
 from realign.engines.training.optimizer import OptimizerSpec
 from realign.errors import RunError
+from realign.interfaces.components import GroupRelative, Normalization, Truncation
+from realign.interfaces.grpo import GRPOActorInterface
 from realign.run_settings import RecordSpec
-from realign.runtime import Async, CheckpointSpec, run
+from realign.runtime import Async, CheckpointSpec, DynamicSampling, run
 from realign.runtime.metrics.details import Spans, SystemMonitor, pieces, token_records
 from realign.runtime.run_report import attempts_in
 from realign.testing import random_batch
 from tests.tiny import save_tiny
-from tests.toys import experiment
+from tests.toys import BigramModel, CountToken, experiment
 
 
 def decode(ids, skip_special_tokens=True):
@@ -102,6 +107,53 @@ def test_a_recorded_token_has_ratio_and_advantage_of_the_loss(tmp_path):
     for name in ("logprobs", "trainer_logprobs", "ratio", "entropy", "advantages", "versions"):
         assert all(found[name][i] is not None for i in places), name
     assert all(found["ratio"][i] == pytest.approx(1, abs=1e-4) for i in places)  # before the first update
+
+
+@dataclass
+class NoneInTheMiddle(CountToken):
+    """Counts the tokens 3; the second response to every prompt has no reward."""
+
+    def inference(self, model, data, mb_spec):
+        rewards_S = super().inference(model, data, mb_spec)["rewards"]
+        place_S = data["response_index"]
+        return data.with_sequences(rewards=torch.where(place_S == 1, math.nan, rewards_S)).select(["rewards"])
+
+
+FREE = GenerationConfig(n=6, max_new_tokens=6)
+FILTERS = {
+    "no reward": {"reward": NoneInTheMiddle()},
+    "no reward, batch statistics": {"reward": NoneInTheMiddle(), "adv_norm": Normalization()},
+    "truncated": {"truncation": Truncation(mask=True)},
+    "short": {"min_response_tokens": 3},
+    "not among the best": {"keep_best": 3},
+    "group too small": {"reward": NoneInTheMiddle(), "advantage": GroupRelative(min_group_size=5)},
+    "advantages of each mini-batch": {"reward": NoneInTheMiddle(), "credit_per_minibatch": True, "n_minibatches": 4},
+    "dynamic sampling": {"reward": NoneInTheMiddle(), "dynamic_sampling": DynamicSampling()},
+}
+
+
+@pytest.mark.parametrize("name", FILTERS)
+def test_the_tokens_and_the_trace_of_a_record_belong_to_one_response_whatever_is_left_out(tmp_path, name):
+    settings = dict(FILTERS[name])
+    outside = {key: settings.pop(key) for key in ("dynamic_sampling",) if key in settings}
+    reward = settings.pop("reward", CountToken())
+    actor = GRPOActorInterface(generation=FREE, **settings)
+    records = RecordSpec(every_steps=1, token_prompts=8, token_responses=6)
+    changes = {"interfaces": {"actor": actor, "reward": reward}, "records": records, "evaluation": None, **outside}
+    out = run(experiment(tmp_path, steps=1, models={"actor": BigramModel(lr=1e-6)}, **changes)).output_dir
+    found = lines(out, "tokens")
+    for one in found:
+        trained = [i for i, mask in enumerate(one["mask"]) if mask and "ratio" in one]
+        # nothing was updated yet, so the trainer has the sampler's log-probs if the trace is that of these tokens
+        assert [one["trainer_logprobs"][i] for i in trained] == pytest.approx([one["logprobs"][i] for i in trained])
+    trains = {(one["id"], one["response"]) for one in found if "ratio" in one}
+    left_out = {(one["id"], one["response"]) for one in found} - trains
+    assert any((prompt, later) in trains for prompt, response in left_out for later in range(response + 1, 6))
+    samples = {(one["id"], one["response_index"]): one["response"] for one in lines(out, "samples")}
+    for one in found:
+        if (text := samples.get((one["id"], one["response"]))) is not None:
+            given = one["given"].count(1)
+            assert text == " ".join(map(str, one["tokens"][given:]))
 
 
 def test_records_change_no_metric_of_the_training(tmp_path):
