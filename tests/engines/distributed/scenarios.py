@@ -50,6 +50,7 @@ from realign.interfaces.critic import PPOCriticInterface
 from realign.interfaces.dpo import DPOInterface
 from realign.interfaces.gkd import GKDInterface
 from realign.interfaces.grpo import GRPOActorInterface
+from realign.interfaces.ilql import ILQLInterface
 from realign.interfaces.kto import KTOInterface
 from realign.interfaces.ppo import PPOActorInterface
 from realign.interfaces.reference import ReferenceInterface
@@ -195,6 +196,26 @@ def kto(folder: Path) -> dict[str, Any]:
     return found
 
 
+def one_prompt(folder: Path) -> dict[str, Any]:
+    """Train each interface on one prompt, whose tokens are recorded: all other ranks have none."""
+    spec = replace(PAIRS, trace_ids=("q0",))
+    critic, score = {"name": "critic", "head": Value()}, {"name": "critic", "head": Score(HeadInit.normal)}
+    cases: list[tuple[ModelInterface, dict[str, Any]]] = [
+        *((interface, {}) for interface in (SFTInterface(), GRPOActorInterface(), DPOInterface(), KTOInterface())),
+        (PPOCriticInterface(), critic),
+        (RewardModelInterface(), score),
+        (ILQLInterface(), {"head": Causal(ValueHead(hidden="mlp", q_heads=QHeads()))}),
+    ]
+    found = {}
+    for interface, settings in cases:
+        data = batch(0, preferences=isinstance(interface, DPOInterface | KTOInterface | RewardModelInterface)).take([0])
+        drop = {"advantages", "returns", "dense_rewards"} if isinstance(interface, GRPOActorInterface) else set()
+        found[type(interface).__name__] = train(
+            load(folder, **settings), interface, [data.select(data.keys - drop)], spec
+        )
+    return found
+
+
 def joint_loss(output: Any, data: SequenceSample) -> tuple[Tensor, dict[str, Any]]:
     mask_T = data["loss_mask"]
     values_T = output.values() * mask_T
@@ -311,8 +332,9 @@ def uneven(folder: Path, **settings: Any) -> dict[str, Any]:
     # First one prompt for all ranks, then one with and one without trained tokens, then no trained tokens at all.
     one = random_sample([(7, 9)])
     nothing = one.with_tokens(loss_mask=torch.zeros_like(one["loss_mask"]))
+    recorded = replace(BUDGET, trace_ids=one.ids)
     few = [one, SequenceSample.gather([one, _renamed(nothing)]), nothing]
-    found["few"] = [stat_values(machine.train_batch(data, BUDGET, plain_loss, weight)) for data in few]
+    found["few"] = [stat_values(machine.train_batch(data, recorded, plain_loss, weight)) for data in few]
     return found
 
 
@@ -632,7 +654,9 @@ def scenarios(folder: Path) -> dict[str, Any]:
     return {name: run(folder) for name, run in SCENARIOS.items()}
 
 
-SCENARIOS = {f.__name__: f for f in (sft, grpo, early_stop, ppo, dpo, gkd, kto, settings, uneven, calls, replayed)}
+SCENARIOS = {
+    f.__name__: f for f in (sft, grpo, early_stop, ppo, dpo, gkd, kto, one_prompt, settings, uneven, calls, replayed)
+}
 
 
 def kind(name: str, folder: Path, **settings: Any) -> dict[str, Any]:

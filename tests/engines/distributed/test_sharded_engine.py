@@ -52,6 +52,12 @@ def all_scenarios(test: Callable[..., None]) -> Callable[..., None]:
     return pytest.mark.slow(pytest.mark.parametrize("ranks", [2, 3], ids=["2 ranks", "3 ranks"], indirect=True)(test))
 
 
+@all_scenarios
+def test_ranks_without_a_prompt_change_nothing_in_any_interface(ranks: list[dict[str, Any]], alone: Alone) -> None:
+    for found in ranks:
+        assert_same(found["one_prompt"], alone["one_prompt"])
+
+
 def test_trap_e7_e10_four_steps_of_grpo_on_uneven_data_are_those_of_one_process(
     ranks: list[dict[str, Any]], alone: Alone
 ) -> None:
