@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any, Protocol, TypeAlias
 
 Observation: TypeAlias = str | Sequence[int] | Sequence[Mapping[str, Any]]
@@ -46,6 +47,19 @@ class Response:
     reasoning: str | None = None
 
 
+class EpisodeFailure(StrEnum):
+    """Why an environment or an agent failed in an episode. The key `failure` [S] has its place from 1, 0: none."""
+
+    timeout = "timeout"
+    """A call took longer than `timeout_s`, or raised `TimeoutError`, as a tool does whose server doesn't answer."""
+    exception = "exception"
+    """A call raised, or returned something invalid."""
+    blocked = "blocked"
+    """A call, of any episode, blocked the event loop of all of them."""
+    infrastructure = "infrastructure"
+    """A call raised `ConnectionError` or `realign.errors.TransientError`: a service that it uses is not reachable."""
+
+
 class Environment(Protocol):
     """One episode. The config names a class, and the runtime constructs an instance for every episode.
 
@@ -79,4 +93,4 @@ class Environment(Protocol):
         ...
 
 
-__all__ = ["Environment", "Observation", "Response", "ToolCall"]
+__all__ = ["Environment", "EpisodeFailure", "Observation", "Response", "ToolCall"]

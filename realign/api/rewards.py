@@ -31,6 +31,15 @@ def total_rewards(data: SequenceSample) -> Tensor:
     return data["rewards"] + segment_sum(dense_T, data.cu_seqlens())
 
 
+def episode_rewards(data: SequenceSample) -> Tensor:
+    """Return the total reward [S] of each episode at its first sequence, and NaN at others and where it is missing.
+
+    Every response of a sampler is an episode.
+    """
+    rewards_S = total_rewards(data)
+    return torch.where(data.once_per_episode(torch.ones_like(rewards_S, dtype=torch.bool)), rewards_S, torch.nan)
+
+
 NAMED = "rewards/"
 """Prefix of the keys [S] of named rewards, such as `rewards/accuracy`. A run reports each of them."""
 
@@ -77,4 +86,4 @@ class Verifier(Protocol):
         ...
 
 
-__all__ = ["ANSWER", "NAMED", "Verifier", "named_rewards", "total_rewards"]
+__all__ = ["ANSWER", "NAMED", "Verifier", "episode_rewards", "named_rewards", "total_rewards"]

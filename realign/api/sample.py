@@ -11,6 +11,7 @@ import difflib
 import heapq
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from types import MappingProxyType
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from realign.api.lengths import IntArray, Lengths, Nested, Rows, as_integers, concatenate, describe, pack, pick, some
 from realign.api.microbatch import MicroBatches, MicroBatchSpec, plan_microbatches
+from realign.functional import first_of_each
 
 TOKENS = "input_ids"
 _WITH_IMAGES = frozenset({TOKENS, "prompt_ids"})
@@ -228,6 +230,25 @@ class SequenceSample:
         # A copy, since torch warns about numpy arrays that are read-only.
         return on_device(torch.from_numpy(owners.copy()), self.data[key].device)
 
+    def episode_index(self) -> Tensor:
+        """Return the index of the episode of each sequence of `input_ids` among all episodes of the batch: [S]."""
+        if EPISODE not in self:
+            return torch.arange(self.n_sequences, device=self[TOKENS].device)
+        return torch.stack([self.group_index(), self[EPISODE]], 1).unique(dim=0, return_inverse=True)[1]
+
+    def once_per_episode(self, mask_S: Tensor) -> Tensor:
+        """Return [S] bool: the first sequence of each episode that is in the mask [S].
+
+        What counts responses, such as the mean reward, or the statistics of a group, counts these: all sequences of an
+        episode have its reward.
+        """
+        return first_of_each(self.episode_index(), mask_S) if EPISODE in self else mask_S
+
+    def of_whole_episodes(self, mask_S: Tensor) -> Tensor:
+        """Return [S] bool: all sequences of the episodes that have one in the mask [S]."""
+        index_S = self.episode_index()
+        return torch.isin(index_S, index_S[mask_S])
+
     def sequences(self, key: str = TOKENS) -> tuple[Tensor, ...]:
         """Return views of the sequences of `key`, in prompt order."""
         lengths = self.lengths[self._known(key)].flat.tolist()
@@ -419,6 +440,11 @@ def with_response_index(data: SequenceSample) -> SequenceSample:
     lengths = data.lengths[TOKENS]
     place_S = np.arange(len(lengths.flat)) - lengths.sequence_starts[lengths.prompt_of_sequence]
     return data.with_sequences(**{RESPONSE_INDEX: torch.from_numpy(place_S).to(data[TOKENS].device)})
+
+
+def with_own_metadata(data: SequenceSample) -> SequenceSample:
+    """Return a batch whose receiver may change its rows: they are copies, each for itself."""
+    return data.with_metadata(**{key: [deepcopy(x) for x in objects] for key, objects in data.metadata.items()})
 
 
 def part_sizes(n: int, parts: int) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from abc import abstractmethod
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -246,7 +247,7 @@ class DataSource(FileSource):
                 if isinstance(cut, DroppedRow):
                     return cut
                 row = cut
-            visible = self.visible(row)
+            visible = deepcopy(self.visible(row))  # `text_of` may be a user's
             text = self.text_of(visible, writer)
             if isinstance(text, DroppedRow):
                 return text

@@ -17,8 +17,10 @@ from weakref import WeakSet
 
 import torch
 
+from realign.api.environment import EpisodeFailure
 from realign.environments.event_loops import BlockedLoops
 from realign.environments.turns import shortened
+from realign.errors import TransientError
 from realign.text import visible
 
 LARGEST = torch.finfo(torch.float32).max
@@ -183,10 +185,11 @@ GRACE_S = 5.0
 
 @dataclass(frozen=True)
 class Answer:
-    """Result of one call: a step, or the reason of its failure (a traceback or an explanation)."""
+    """Result of one call: a step, or the reason of its failure (a traceback or an explanation) and its kind."""
 
     step: Step | None
     failure: str = ""
+    kind: EpisodeFailure | None = None
 
 
 @dataclass(frozen=True)
@@ -262,17 +265,25 @@ class Asker:
                 task.cancel()
                 raise
         ignored = "" if task.done() else "; the call ignored its cancellation and was left running"
-        return Answer(None, f"no answer within timeout_s={limits.timeout_s:g}{ignored}")
+        return Answer(None, f"no answer within timeout_s={limits.timeout_s:g}{ignored}", EpisodeFailure.timeout)
 
     async def _answer(self, call: Callable[[], Any], read: Callable[[Any], Step]) -> Answer:
         try:
             returned = await result_of(call)
         except BaseException as error:  # includes SystemExit, which would end the event loop if raised in a task
-            return Answer(None, _described(error))
+            return Answer(None, _described(error), kind_of(error))
         try:
             return Answer(read(returned))
         except ValueError as error:
-            return Answer(None, f"ValueError: environment {self.name}: {error}")
+            return Answer(None, f"ValueError: environment {self.name}: {error}", EpisodeFailure.exception)
+
+
+def kind_of(error: BaseException) -> EpisodeFailure:
+    """Return the kind of failure of an exception."""
+    if isinstance(error, TimeoutError):
+        return EpisodeFailure.timeout
+    unreachable = isinstance(error, ConnectionError | TransientError)
+    return EpisodeFailure.infrastructure if unreachable else EpisodeFailure.exception
 
 
 async def result_of(call: Callable[[], Any]) -> Any:

@@ -8,11 +8,12 @@ import math
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
+from copy import deepcopy
 from functools import partial
 from types import TracebackType
 from typing import Any, TypeAlias
 
-from realign.api.environment import Environment, Response
+from realign.api.environment import Environment, EpisodeFailure, Response
 from realign.environments.asker import Answer, Asker, Limits, Step, begun, five_values
 from realign.environments.event_loops import EnvironmentFailure, LoopBlocked, LoopThread
 from realign.environments.loading import takes_seed, waits
@@ -83,8 +84,12 @@ class EnvironmentPool:
             self._abandon(loop, loop.abandon())
 
     def reset(self, starts: Sequence[tuple[Mapping[str, Any], int]]) -> list[Answer]:
-        """Call `reset` for the episodes 0, 1, ...; `starts` has the dataset row and the seed of each episode."""
-        return self._ask({episode: partial(self._reset, episode, *start) for episode, start in enumerate(starts)})
+        """Call `reset` for the episodes 0, 1, ...; `starts` has the dataset row and the seed of each episode.
+
+        Each episode gets a copy of its row, which it may change.
+        """
+        own = enumerate((deepcopy(row), seed) for row, seed in starts)
+        return self._ask({episode: partial(self._reset, episode, *start) for episode, start in own})
 
     def step(self, turns: Mapping[int, Response]) -> list[Answer]:
         """Call `step` with the policy's turn for each of these episodes; returns the answers in the same order."""
@@ -92,7 +97,8 @@ class EnvironmentPool:
 
     def _ask(self, questions: Mapping[int, Question]) -> list[Answer]:
         """Return the answers in order; a question that a blocked loop did not answer gets a failure."""
-        answers = {e: Answer(None, "its event loop was abandoned because a call blocked it") for e in self._lost}
+        lost = Answer(None, "its event loop was abandoned because a call blocked it", EpisodeFailure.blocked)
+        answers = dict.fromkeys(self._lost, lost)
         asked = {e: question for e, question in questions.items() if e not in self._lost}
 
         async def ask_one(episode: int, question: Question) -> None:
@@ -108,7 +114,8 @@ class EnvironmentPool:
         if not asked or self._run(gathered):
             return [answers[episode] for episode in questions]
         limit = f"timeout_s={self._limits.timeout_s:g}"
-        missing = Answer(None, f"no answer within {limit}: a call blocked the event loop, which was abandoned")
+        why = f"no answer within {limit}: a call blocked the event loop, which was abandoned"
+        missing = Answer(None, why, EpisodeFailure.blocked)
         given = dict(answers)  # a copy: the abandoned loop may continue and still write to `answers`
         return [given.get(episode, missing) for episode in questions]
 

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from realign.api.environment import EpisodeFailure
 from realign.api.router_experts import UNKNOWN
 from realign.api.sampling_mask import SamplingMask
 
@@ -40,6 +41,8 @@ class Episode:
     over: bool = False
     failure: str = ""
     """Reason why the episode has no reward; empty if it has one."""
+    kind: EpisodeFailure | None = None
+    """Kind of the failure that ended the episode, also of one that has a reward (`timeout_reward`)."""
 
     def __post_init__(self) -> None:
         given = len(self.ids)
@@ -89,9 +92,9 @@ class Episode:
             return None
         return F.pad(self.experts, (0, 0, 0, len(self.ids) - len(self.experts)), value=UNKNOWN)
 
-    def end(self, *, truncated: bool = False, failure: str = "") -> None:
+    def end(self, *, truncated: bool = False, failure: str = "", kind: EpisodeFailure | None = None) -> None:
         """Mark the episode as over."""
-        self.over, self.truncated, self.failure = True, truncated, failure
+        self.over, self.truncated, self.failure, self.kind = True, truncated, failure, kind
 
     def _append(self, ids: Tensor, sampled: Tensor, logprobs: Tensor, versions: Tensor, mask: SamplingMask) -> None:
         self.ids = torch.cat([self.ids, ids])

@@ -57,6 +57,7 @@ from .normalization import (
 from .packed import (
     broadcast_to_tokens,
     cu_seqlens_of,
+    first_of_each,
     last_true,
     position_ids,
     previous,
@@ -92,6 +93,7 @@ __all__ = [
     "cu_seqlens_of",
     "degenerate_groups",
     "discounted_returns",
+    "first_of_each",
     "gae",
     "identity",
     "keep_best",

@@ -70,6 +70,7 @@ def normalize(
     eps: float = 1e-8,
     eps_inside_sqrt: bool = False,
     reduce: Reduce = identity,
+    counted_N: Tensor | None = None,
 ) -> Tensor:
     """Compute `(x - mean) / (std + eps)`, with mean and standard deviation over the batch or over each group.
 
@@ -89,16 +90,18 @@ def normalize(
         eps: added to the standard deviation.
         eps_inside_sqrt: add `eps` to the variance instead.
         reduce: sums batch statistics over ranks.
+        counted_N: [N] bool, the elements in the mask that the statistics count, such as one sequence of each episode.
+            None counts all of them.
 
     Returns:
         [N] fp32 (fp64 for fp64 input), 0 outside the mask.
     """
-    check_shapes(mask_N, x_N=x_N, group_N=group_N, mask_N=mask_N)
+    check_shapes(mask_N, x_N=x_N, group_N=group_N, mask_N=mask_N, counted_N=counted_N)
     mean, std = Scope(mean), Scope(std)
-    x_M = x_N[mask_N].double()
+    x_M, counted_M = x_N[mask_N].double(), None if counted_N is None else counted_N[mask_N]
     units = {
-        Scope.batch: lambda: batch_moments(x_M, reduce),
-        Scope.group: lambda: group_moments(x_M, group_N[mask_N]),
+        Scope.batch: lambda: batch_moments(x_M, reduce, counted_M),
+        Scope.group: lambda: group_moments(x_M, group_N[mask_N], counted_M),
     }
     # Once per scope, also if mean and std share it: batch statistics are a collective call.
     moments = {scope: units[scope]() for scope in Scope if scope in units and scope in (mean, std)}
@@ -187,19 +190,20 @@ class Moments(NamedTuple):
         return self.deviation_U / (self.count_U - int(unbiased)).clamp(min=1)
 
 
-def batch_moments(x_M: Tensor, reduce: Reduce) -> Moments:
-    """Compute the statistics of fp64 elements over all ranks, as one unit."""
-    return _moments(x_M, torch.zeros_like(x_M, dtype=torch.int64), 1, reduce)
+def batch_moments(x_M: Tensor, reduce: Reduce, counted_M: Tensor | None = None) -> Moments:
+    """Compute the statistics of fp64 elements over all ranks, as one unit; see `normalize` for `counted_M`."""
+    return _moments(x_M, torch.zeros_like(x_M, dtype=torch.int64), 1, reduce, counted_M)
 
 
-def group_moments(x_M: Tensor, group_M: Tensor) -> Moments:
+def group_moments(x_M: Tensor, group_M: Tensor, counted_M: Tensor | None = None) -> Moments:
     ids_U, unit_M = group_M.unique(return_inverse=True)
-    return _moments(x_M, unit_M, len(ids_U), identity)
+    return _moments(x_M, unit_M, len(ids_U), identity, counted_M)
 
 
-def _moments(x_M: Tensor, unit_M: Tensor, units: int, reduce: Reduce) -> Moments:
+def _moments(x_M: Tensor, unit_M: Tensor, units: int, reduce: Reduce, counted_M: Tensor | None) -> Moments:
     def totals(*columns_M: Tensor) -> tuple[Tensor, ...]:
         table = torch.stack(columns_M)
+        table = table if counted_M is None else torch.where(counted_M, table, 0)
         return reduce(table.new_zeros(len(table), units).index_add(1, unit_M, table)).unbind(0)
 
     count_U, sum_U = totals(torch.ones_like(x_M), x_M)

@@ -16,6 +16,7 @@ __all__ = [
     "broadcast_to_tokens",
     "check_shapes",
     "cu_seqlens_of",
+    "first_of_each",
     "last_true",
     "position_ids",
     "previous",
@@ -86,6 +87,20 @@ def previous(x_T: Tensor, cu_seqlens: Tensor, fill: float) -> Tensor:
     """Return the value of the preceding slot in the sequence, and `fill` at first slots: [T], the dtype of `x_T`."""
     _index_like(x_T, cu_seqlens)
     return x_T.roll(1).masked_fill(position_ids(cu_seqlens) == 0, fill)
+
+
+def first_of_each(unit_N: Tensor, mask_N: Tensor) -> Tensor:
+    """Return [N] bool: the first element of each unit that is in the mask; it stands for the unit in statistics.
+
+    Args:
+        unit_N: [N] ints from 0, equal for the elements of a unit, such as the sequences of an episode.
+        mask_N: [N] bool.
+    """
+    check_shapes(mask_N, unit_N=unit_N, mask_N=mask_N)
+    place_N = torch.arange(len(unit_N), device=unit_N.device)
+    last_U = place_N.new_full((int(unit_N.max()) + 1 if len(unit_N) else 0,), len(unit_N))
+    first_U = last_U.scatter_reduce(0, unit_N[mask_N], place_N[mask_N], "amin")
+    return mask_N & (first_U[unit_N] == place_N)
 
 
 def at_least_fp32(x: Tensor) -> Tensor:

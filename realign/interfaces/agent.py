@@ -34,8 +34,9 @@ from realign.api import (
     Weights,
     derive_seed,
 )
-from realign.api.environment import Environment
+from realign.api.environment import Environment, EpisodeFailure
 from realign.api.rewards import NAMED
+from realign.api.sample import EPISODE, with_response_index
 from realign.api.sampling_mask import SAMPLING_MASK, SamplingMask, with_masks
 from realign.endpoint.capture import CapturedSequence
 from realign.endpoint.limits import EndpointLimits
@@ -44,10 +45,11 @@ from realign.endpoint.server import Endpoint, check_installed
 from realign.endpoint.sessions import ServedPolicy, Session, Sessions
 from realign.environments import Answer, EnvironmentPool, Failures, Limits, Slots, TurnWriter
 from realign.environments.agents import START, load_agent, load_command, read_outcome, task
+from realign.environments.asker import Step
 from realign.environments.tools import load_tools
 from realign.errors import SettingsError
-from realign.interfaces.environment import written
-from realign.settings import Count, Fraction, Positive
+from realign.interfaces.environment import failure_codes, written
+from realign.settings import Count, Finite, Fraction, Positive
 
 logger = logging.getLogger(__name__)
 
@@ -92,6 +94,9 @@ class AgentInterface(ModelInterface):
     """Give all episodes of a prompt the same seed; false gives each its own. For functions with a parameter `seed`."""
     timeout_s: Positive = 600.0
     """Time limit of one episode in seconds."""
+    timeout_reward: Finite | None = None
+    """Reward of an episode that takes longer than `timeout_s`, or raises `TimeoutError`, after a model call: a policy
+    can learn not to hang its tools. null: such an episode has no reward and doesn't train."""
     concurrency: Count = 256
     """Maximum number of concurrent episodes, also with `rollout=async`."""
     max_failed_fraction: Fraction = 0.5
@@ -225,12 +230,16 @@ class AgentInterface(ModelInterface):
         self._warn(session)
         captures, failure, step = session.captures or {"": session.capture}, answer.failure, answer.step
         by_role = {role: sequences for role, capture in captures.items() if (sequences := capture.sequences())}
+        timed_out = answer.kind is EpisodeFailure.timeout and self.timeout_reward is not None and bool(by_role)
+        if step is None and timed_out:
+            failure, step = "", Step(reward=self.timeout_reward or 0.0)
         if step is not None and not by_role:
             failure = "the agent made no call of the endpoint. Pass base_url and api_key to its OpenAI client"
         played = []
         for role, sequences in (by_role or {"": []}).items():
             reward = float("nan") if step is None or failure else step.role_rewards.get(role, step.reward)
-            played.append(Played(sequences, reward, step is not None and step.truncated, failure, role))
+            kind = EpisodeFailure.exception if failure and answer.kind is None else answer.kind
+            played.append(Played(sequences, reward, step is not None and step.truncated, failure, role, kind))
         return played
 
     def _warn(self, session: Session) -> None:
@@ -270,6 +279,8 @@ class Played:
     failure: str
     """Reason why the episode has no reward; empty if it has one."""
     role: str = ""
+    kind: EpisodeFailure | None = None
+    """Kind of the failure, also of one that has a reward (`timeout_reward`)."""
 
 
 def packed(
@@ -279,16 +290,19 @@ def packed(
 
     Args:
         data: the prompts; the result is on the same device.
-        episodes: the episodes of each prompt.
+        episodes: the episodes of each prompt. Each role of an episode is one of its own, with its own reward.
         roles: roles whose rewards are also written as named rewards, NaN in the sequences of other roles.
         masks: whether to write `sampling_mask`.
     """
-    groups = []
+    groups, numbers = [], list[int]()
     for prompt, group in zip(data.sequences("prompt_ids"), episodes, strict=True):
-        groups.append([(s, episode) for episode in group for s in episode.sequences or [_without_calls(prompt.cpu())]])
+        parts = [episode.sequences or [_without_calls(prompt.cpu())] for episode in group]
+        groups.append([(s, episode) for episode, sequences in zip(group, parts, strict=True) for s in sequences])
+        numbers += [number for number, sequences in enumerate(parts) for _ in sequences]
     flat = [pair for group in groups for pair in group]
     sampled_T = torch.cat([s.sampled for s, _ in flat])
     out = SequenceSample.from_sequences(data.ids, {"input_ids": [[s.ids for s, _ in group] for group in groups]})
+    out = with_response_index(out).with_sequences(**{EPISODE: torch.tensor(numbers)})
     out = out.with_tokens(
         prompt_mask=~sampled_T,
         loss_mask=sampled_T,
@@ -298,6 +312,7 @@ def packed(
         rewards=torch.tensor([episode.reward for _, episode in flat]),
         truncated=torch.tensor([s.truncated or episode.truncated for s, episode in flat]),
         turns=torch.tensor([s.calls for s, _ in flat]),
+        failure=failure_codes([episode.kind for _, episode in flat]),
         **{
             f"{NAMED}{role}": torch.tensor([e.reward if e.role == role else float("nan") for _, e in flat])
             for role in roles

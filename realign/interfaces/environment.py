@@ -35,9 +35,10 @@ from realign.api import (
     Weights,
     derive_seed,
 )
-from realign.api.environment import Environment, Response
+from realign.api.environment import Environment, EpisodeFailure, Response
 from realign.api.rewards import NAMED, Verifier, total_rewards
 from realign.api.router_experts import ROUTER_EXPERTS, with_experts
+from realign.api.sample import EPISODE, RESPONSE_INDEX, with_response_index
 from realign.api.sampling_mask import SAMPLING_MASK, masks_of, with_masks
 from realign.endpoint.renderer import Renderer
 from realign.endpoint.response_parsing import ParsedResponse, can_parse
@@ -45,7 +46,7 @@ from realign.environments import Answer, EnvironmentPool, Episode, Failures, Lim
 from realign.environments.loading import load_with_tools
 from realign.environments.tools import load_tools
 from realign.errors import GraphError, SettingsError
-from realign.settings import Count, Fraction, Positive
+from realign.settings import Count, Finite, Fraction, Positive
 from realign.tokenization import Tokens
 
 OF_ENVIRONMENT = f"{NAMED}environment"
@@ -93,6 +94,9 @@ class EnvironmentInterface(ModelInterface):
     timeout_s: Positive = 30.0
     """Time limit of one environment call in seconds. A coroutine that blocks its event loop for 5 s more fails all
     unfinished episodes of the batch."""
+    timeout_reward: Finite | None = None
+    """Reward of a turn whose `step` takes longer than `timeout_s` or raises `TimeoutError`, which ends the episode: a
+    policy can learn not to hang its tools. null: such an episode has no reward and doesn't train."""
     concurrency: Count = 64
     """Maximum number of concurrent environment calls, also with `rollout=async`."""
     max_failed_fraction: Fraction = 0.5
@@ -271,7 +275,10 @@ class EnvironmentInterface(ModelInterface):
         for episode, answer in zip(episodes, answers, strict=True):
             step = answer.step
             if step is None:
-                episode.end(failure=answer.failure)
+                # the policy can cause a time-out of its turn, but not one of `reset`
+                learns = answer.kind is EpisodeFailure.timeout and self.timeout_reward is not None and episode.turn_ends
+                episode.rewards += [self.timeout_reward] if learns and self.timeout_reward is not None else []
+                episode.end(failure="" if learns else answer.failure, kind=answer.kind)
                 continue
             if episode.turn_ends:  # `reset` returns no reward
                 episode.rewards.append(step.reward)
@@ -317,13 +324,21 @@ def packed(data: SequenceSample, episodes: Sequence[Episode], *, dense: bool) ->
         rewards=rewards_S,
         truncated=torch.tensor([e.truncated for e in episodes]),
         turns=torch.tensor([len(e.turn_ends) for e in episodes]),
+        failure=failure_codes([e.kind for e in episodes]),
     )
-    return out.to(data["prompt_ids"].device)
+    out = with_response_index(out)  # an episode is one sequence
+    return out.with_sequences(**{EPISODE: out[RESPONSE_INDEX]}).to(data["prompt_ids"].device)
 
 
 def written(dense: bool) -> tuple[str, ...]:
     """Return the keys that `generate` writes."""
-    return (*SAMPLED, "rewards", *(("dense_rewards",) if dense else ()), "turns")
+    return (*SAMPLED, "rewards", *(("dense_rewards",) if dense else ()), "turns", "failure")
+
+
+def failure_codes(kinds: Sequence[EpisodeFailure | None]) -> torch.Tensor:
+    """Return the key `failure` [S] of episodes that failed in these ways, None for those that did not."""
+    places = list(EpisodeFailure)
+    return torch.tensor([0 if kind is None else 1 + places.index(kind) for kind in kinds], dtype=torch.int8)
 
 
 def with_environment(graph: DataflowGraph, *, dense: bool = False) -> DataflowGraph:

@@ -28,6 +28,7 @@ from realign.api import (
     Keys,
     LossStats,
     Max,
+    Mean,
     MicroBatchSpec,
     Model,
     ModelInterface,
@@ -285,7 +286,7 @@ class PolicyInterface(ModelInterface):
         cu_seqlens, rewards_S, truncated_S = data.cu_seqlens(), Rewards.known(data), data.get("truncated")
         tokens_S = segment_sum(data["loss_mask"], cu_seqlens)
         valid_S = rewards_S.isfinite() & (tokens_S >= max(1, self.min_response_tokens))
-        self.reward.observe(self.reward_moments, rewards_S, valid_S, model.engine.reduce)
+        self.reward.observe(self.reward_moments, rewards_S, data.once_per_episode(valid_S), model.engine.reduce)
         scores_S = self.reward.shape(self.reward_moments, rewards_S)
         scores_S = self.truncation.scores(scores_S, truncated_S, tokens_S, self.generation.max_new_tokens)
         scores_S = scores_S - self.reward.baselines(self.reward_moments, data)
@@ -294,7 +295,8 @@ class PolicyInterface(ModelInterface):
         if self.keep_best is not None:
             # With dense rewards, but without the KL penalty, which the advantage subtracts later.
             total_S = Rewards.of(data.with_sequences(rewards=scores_S)).per_sequence
-            valid_S = keep_best(total_S, data.group_index(), valid_S, self.keep_best)
+            best_S = keep_best(total_S, data.group_index(), data.once_per_episode(valid_S), self.keep_best)
+            valid_S = valid_S & data.of_whole_episodes(best_S)
         mask_T = data["loss_mask"] & broadcast_to_tokens(valid_S, cu_seqlens)
         return data.with_sequences(rewards=scores_S).with_tokens(loss_mask=mask_T)
 
@@ -405,7 +407,7 @@ class PolicyInterface(ModelInterface):
         # Minus the log-prob of a sample is an unbiased estimate of the entropy, at no cost.
         surprise_S = segment_sum(torch.where(mask_T, -data["logprobs"], 0), cu_seqlens)
         stats: list[Stats] = [
-            {"trained_fraction": masked_mean(trained_S.float(), torch.ones_like(trained_S))},
+            {"trained_fraction": trained_fraction(data, trained_S)},
             {"entropy_per_sequence": masked_mean(surprise_S, trained_S)},
             self.advantage.stats(data),
             self.kl_control.stats(data),
@@ -435,6 +437,12 @@ class PolicyInterface(ModelInterface):
 
 CREDITED = ("advantages", "returns", "loss_mask")
 """Keys that `credit` writes."""
+
+
+def trained_fraction(data: SequenceSample, trained_S: Tensor) -> Mean:
+    """Return the fraction of the episodes with a trained sequence."""
+    every_S = torch.ones_like(trained_S)
+    return Mean(data.once_per_episode(trained_S).sum().float(), data.once_per_episode(every_S).sum())
 
 
 def token_traces(trace: Mapping[str, Tensor]) -> dict[str, TokenValues]:

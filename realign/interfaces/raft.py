@@ -103,8 +103,8 @@ class RAFTActorInterface(SFTInterface):
         rng = np.random.default_rng(model.call_seed("minibatches"))
         chosen = data.take_sequences(np.flatnonzero(chosen_S.cpu().numpy()))
         stats: Stats = {
-            "selected_reward": masked_mean(data["rewards"], chosen_S),
-            "selected_fraction": masked_mean(chosen_S, torch.ones_like(chosen_S)),
+            "selected_reward": masked_mean(data["rewards"], data.once_per_episode(chosen_S)),
+            "selected_fraction": masked_mean(chosen_S, data.once_per_episode(torch.ones_like(chosen_S))),
             "selected_prompts": Mean(torch.tensor(float(len(chosen))), torch.tensor(len(data))),
         }
         return merge_stats([stats, *fit(self, model, chosen, mb_spec, self.epochs, rng)])
@@ -112,7 +112,7 @@ class RAFTActorInterface(SFTInterface):
     def choose(self, model: Model, data: SequenceSample) -> Tensor:
         """Return [S] bool: the responses that train."""
         rewards_S, group_S = data["rewards"], data.group_index()
-        valid_S = trainable(data)
+        valid_S = data.once_per_episode(trainable(data))
         if self.skip_equal_rewards:
             # `degenerate_groups` has one entry per group with a valid response, in the order of `unique`.
             _, group_N = group_S[valid_S].unique(return_inverse=True)
@@ -121,7 +121,8 @@ class RAFTActorInterface(SFTInterface):
             chosen_S = keep_best(rewards_S, group_S, valid_S, self.keep_best)
         else:
             chosen_S = self._best_of_batch(model, data, valid_S)
-        return chosen_S if self.min_reward is None else chosen_S & (rewards_S >= self.min_reward)
+        chosen_S = chosen_S if self.min_reward is None else chosen_S & (rewards_S >= self.min_reward)
+        return trainable(data) & data.of_whole_episodes(chosen_S)
 
     def _best_of_batch(self, model: Model, data: SequenceSample, valid_S: Tensor) -> Tensor:
         """Return [S] bool: the responses with the highest rewards of the batch; ties use a random order of prompts."""

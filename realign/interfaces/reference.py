@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
@@ -141,7 +142,7 @@ class ReferenceInterface(ModelInterface):
         assert self._renderer is not None
         if self._write is not None:
             text = self._renderer.decode(response_N.tolist(), before=given_P.tolist(), special=False)
-            given = {"row": row, "response": text}
+            given = {"row": deepcopy(row), "response": text}
             prompt = self._write(**{name: given[name] for name in self._names})
         else:
             try:

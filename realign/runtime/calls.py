@@ -10,10 +10,9 @@ from torch.profiler import record_function
 
 from realign.api import RPC, DataflowGraph, MicroBatchSpec, Model, ModelInterface, SequenceSample, stat_values
 from realign.api.interface import method_of
-from realign.api.sample import INDEX_KEYS, TOKENS, MissingKeyError, with_response_index
+from realign.api.sample import INDEX_KEYS, TOKENS, MissingKeyError, with_own_metadata, with_response_index
 from realign.api.stats import TracedSequence, traced
 from realign.runtime.out_of_memory import memory_limited
-from realign.runtime.recorded_calls import only
 
 MARK = "RPC "
 """Prefix of the name of an RPC in traces of the torch profiler."""
@@ -67,7 +66,7 @@ def call(
     result = result.select(result.keys - (interface.keys(rpc.method).reports - written))
     result = result.rename({ours: theirs for ours, theirs in rpc.rename.items() if theirs in rpc.outputs})
     # the index keys belong to `input_ids`, and other tokens have none in the batch
-    result = with_response_index(result) if TOKENS in rpc.outputs else only(result, result.keys - set(INDEX_KEYS))
+    result = with_response_index(result) if TOKENS in rpc.outputs else result.select(result.keys - set(INDEX_KEYS))
     found, declared = (sorted({*keys} - {*INDEX_KEYS}) for keys in (result.keys, rpc.outputs))
     if found != declared:
         raise ValueError(f"RPC {rpc.name!r} returned keys {found}, but declares {declared}")
@@ -109,9 +108,12 @@ def is_stale(batch: SequenceSample, version: int) -> bool:
 
 
 def inputs_of(rpc: RPC, batch: SequenceSample) -> SequenceSample:
-    """Return the inputs of an RPC: only the declared keys, under the interface's names."""
+    """Return the inputs of an RPC: only the declared keys, under the interface's names, with rows of its own.
+
+    An interface may be a user's, and what it does to a row must not reach other calls or the dataset.
+    """
     known = {theirs: ours for ours, theirs in rpc.rename.items() if theirs in rpc.inputs}
-    return batch.select(rpc.inputs).rename(known)
+    return with_own_metadata(batch.select(rpc.inputs).rename(known))
 
 
 def _less_memory(rpc: RPC, mb_spec: MicroBatchSpec) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import builtins
 import importlib.util
 import shlex
 import sys
@@ -50,6 +51,8 @@ class Bad:
     async def step(self, response):
         if self.how == "raise":
             raise RuntimeError("the tool broke")
+        if self.how in ("TimeoutError", "ConnectionError"):
+            raise getattr(builtins, self.how)("the service is slow")
         if self.how == "exit":
             sys.exit(3)
         if self.how == "cancel":
@@ -74,6 +77,18 @@ class Bad:
         Bad.closed += 1
         if self.how == "good":
             raise OSError("cannot close")
+
+
+class Board:
+    """Environment that plays on the board of its row, and ends after two turns. The reward is the board's size."""
+
+    def reset(self, row):
+        self.board = row["board"]
+        return "", {}
+
+    def step(self, response):
+        self.board.append(1)
+        return "", float(len(self.board)), response.turn == 1, False, {}
 
 
 class Plain:

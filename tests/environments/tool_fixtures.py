@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import ClassVar
 
 from realign.environments import Toolbox
 
@@ -63,8 +64,11 @@ def plain_with_tools(base_url, api_key, row, *, tools):
 class Calling:
     """Environment that serves tool calls. The reward is 1 for an answer after reasoning."""
 
+    seen: ClassVar[list] = []
+    """Turns of the current test; the test clears the list."""
+
     def reset(self, row):
-        self.tools, self.seen = Toolbox([multiply]), row["seen"]
+        self.tools = Toolbox([multiply])
         return "", {}
 
     async def step(self, response):

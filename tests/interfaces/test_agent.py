@@ -11,6 +11,7 @@ import torch
 
 from realign.api import GenerationConfig, MicroBatchSpec, Model, SequenceSample
 from realign.api.engine import ModelOutput
+from realign.api.sample import INDEX_KEYS
 from realign.api.sampling_mask import masks_of
 from realign.data import PromptData
 from realign.engines import SharedModel, TransformersModel
@@ -58,7 +59,7 @@ def test_an_agent_over_http_samples_the_tokens_of_the_same_environment_in_proces
     player = Model("agent", engine, tokenizer(), version=3)
     expected = environment.generate(player, batch(tool_rows), MicroBatchSpec())
     out = play(settings("scripted", generation=sampler), batch(rows), engine, version=3)
-    assert out.keys == {*settings().keys("generate").writes}
+    assert out.keys == {*settings().keys("generate").writes, *INDEX_KEYS}
     for key in ("input_ids", "loss_mask", "prompt_mask", "versions"):
         assert lists(out, key) == lists(expected, key), key
     for key in ("rewards", "turns"):
@@ -74,7 +75,7 @@ def test_captured_tokens_are_trained_over_the_tokens_that_they_were_drawn_from()
     for agent in ("scripted", "rewriting"):
         interface = settings(agent, generation=config)
         out = play(interface, batch(rows), engine)
-        assert out.keys == {*interface.keys("generate").writes}
+        assert out.keys == {*interface.keys("generate").writes, *INDEX_KEYS}
         sampled_T = out["loss_mask"]
         counts_T = torch.cat([mask.counts_N for mask in masks_of(out)])
         assert counts_T.tolist() == [7 if x else 0 for x in sampled_T.tolist()]
@@ -141,10 +142,11 @@ def test_each_role_of_an_episode_has_its_own_sequences_and_its_own_reward():
     ]
     agent = settings("two_roles", role_names=ROLES, generation=GenerationConfig(n=2, max_new_tokens=3))
     out = play(agent, batch(rows))
-    assert out.keys == agent.keys("generate").writes | {"rewards/first", "rewards/second"}
+    assert out.keys == agent.keys("generate").writes | {"rewards/first", "rewards/second", *INDEX_KEYS}
     assert out.lengths["input_ids"].counts.tolist() == [4, 2]  # a role without a call has no sequence
     assert out["rewards"].tolist() == [1.0, -1.0] * 2 + [-0.5] * 2
     assert out["turns"].tolist() == [2, 1] * 2 + [1] * 2
+    assert out["episode"].tolist() == [0, 1, 2, 3, 0, 1]  # each role's part has a reward of its own
     first, second = (out[f"rewards/{role}"].tolist() for role in ROLES)
     assert [x for x in first if x == x] == [1.0] * 2
     assert [x for x in second if x == x] == [-1.0] * 2 + [-0.5] * 2
@@ -206,6 +208,24 @@ def test_a_failing_agent_costs_its_own_episode(how, text, caplog):
     if how == "no call":
         assert lists(out, "input_ids")[0] == data["prompt_ids"][:2].tolist()
         assert lists(out, "loss_mask")[0] == [False, False]
+
+
+def test_an_agent_that_times_out_gets_its_reward_if_there_is_one(caplog):
+    data = batch([{"prompt": "ab", "how": how} for how in ("hang", "good", "raise", "no call")])
+    out = play(settings("bad", timeout_s=3.0, timeout_reward=-1.0), data)
+    assert out["rewards"].tolist() == pytest.approx([-1, 1, math.nan, math.nan], nan_ok=True)
+    assert out["failure"].tolist() == [1, 0, 2, 2]
+    assert "timeout_s" not in caplog.text
+
+
+def test_sequences_name_their_episode_and_an_agent_may_change_its_row():
+    rows = [{"prompt": "ab", "left": [1, 1]}, {"prompt": "cd", "left": []}]
+    data = batch(rows)
+    out = play(settings("consuming", generation=GenerationConfig(n=3, max_new_tokens=3)), data)
+    assert out.lengths["input_ids"].counts.tolist() == [6, 3]  # an episode without a call has its prompt
+    assert out["episode"].tolist() == [0, 0, 1, 1, 2, 2, 0, 1, 2]
+    assert out["response_index"].tolist() == [*range(6), *range(3)]
+    assert rows == [{"prompt": "ab", "left": [1, 1]}, {"prompt": "cd", "left": []}]
 
 
 def test_the_run_stops_if_too_many_episodes_fail():

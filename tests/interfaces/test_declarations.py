@@ -24,6 +24,7 @@ from realign.api import (
 )
 from realign.api.interface import METHODS, implements
 from realign.api.router_experts import ROUTER_EXPERTS
+from realign.api.sample import RESPONSE_INDEX
 from realign.interfaces.components import GAE, Critic, ImportanceCorrection, KLPenalty, RatioRange, Truncation
 from realign.interfaces.components.response_cut import ResponseCut
 from realign.interfaces.critic import PPOCriticInterface
@@ -114,7 +115,7 @@ def call(interface: ModelInterface, method: str, data: SequenceSample):
 def test_generate_needs_prompts_and_returns_the_keys_it_declares(interface):
     keys = interface.keys("generate")
     assert dict(keys.needs) == {"prompt_ids": ""}
-    assert call(interface, "generate", PROMPTS).keys == keys.writes
+    assert call(interface, "generate", PROMPTS).keys == keys.writes | {RESPONSE_INDEX}  # goes with `input_ids`
 
 
 @pytest.mark.parametrize("interface", SAMPLING, ids=name)

@@ -9,8 +9,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from realign.api import GenerationConfig, Keys, MicroBatchSpec, Model, SequenceSample, Sync, total_rewards
-from realign.api.environment import Response, ToolCall
+from realign.api import GenerationConfig, Keys, MicroBatchSpec, Model, SequenceSample, Sync, stat_values, total_rewards
+from realign.api.environment import EpisodeFailure, ToolCall
+from realign.api.sample import INDEX_KEYS
 from realign.api.sampling_mask import masks_of
 from realign.engines import OptimizerSpec
 from realign.environments import EnvironmentFailure
@@ -26,6 +27,7 @@ from realign.interfaces.reward_model import RewardModelInterface
 from realign.interfaces.rule_reward import RuleRewardInterface
 from realign.rewards.pool.pool import Tally
 from realign.rewards.terms import FunctionTerm
+from realign.runtime.evaluation.scores import sequence_stats
 from realign.testing import BigramEngine
 from tests.endpoint.chat_families import (
     FAMILIES,
@@ -40,6 +42,7 @@ from tests.endpoint.chat_families import (
 )
 from tests.endpoint.scripted import ScriptedSampler
 from tests.environments.environment_fixtures import Bad, Blocking, Busy, Plain, Tool
+from tests.environments.tool_fixtures import Calling
 from tests.tiny import TEXT, tiny_engine, tiny_tokenizer
 
 FIXTURES = "tests.environments.environment_fixtures"
@@ -116,7 +119,7 @@ def test_trap_a11_a_conversation_is_one_sequence_whose_sampled_tokens_alone_trai
     expected = [0, 0, 0, *per_turn, 0, 0, *per_turn, 0, 0, *per_turn]
     assert lists(out, "logprobs")[0] == pytest.approx(expected)
     assert (out["rewards"].tolist(), out["truncated"].tolist(), out["turns"].tolist()) == ([1.75], [False], [3])
-    assert out.keys == {*settings().keys("generate").writes}
+    assert out.keys == {*settings().keys("generate").writes, *INDEX_KEYS}
 
 
 def test_the_environment_hears_text_and_the_very_tokens():
@@ -132,7 +135,7 @@ def test_the_environment_hears_text_and_the_very_tokens():
 def test_tool_calls_content_and_reasoning_of_a_turn_reach_the_environment(name):
     family = next(family for family in FAMILIES if family.name == name)
     renderer = family_renderer(family)
-    seen: list[Response] = []
+    Calling.seen.clear()
     prompt = renderer.encode(rendered(family, histories(family)[0]))
     data = SequenceSample.from_sequences(["p"], {"prompt_ids": [[torch.tensor(prompt)]]})
     sampler = ScriptedSampler(renderer, sampled(family))
@@ -142,10 +145,10 @@ def test_tool_calls_content_and_reasoning_of_a_turn_reach_the_environment(name):
         generation=GenerationConfig(max_new_tokens=200),
         chat=True,
     )
-    out = interface.generate(model, data.with_metadata(row=[{"seen": seen, "tools": TOOLS}]), MicroBatchSpec())
+    out = interface.generate(model, data.with_metadata(row=[{"tools": TOOLS}]), MicroBatchSpec())
     assert out["rewards"].tolist() == [1.0]
     assert out["turns"].tolist() == [2]
-    called, answered = seen
+    called, answered = Calling.seen
     assert (called.content, called.reasoning) == ("", WHY)
     assert called.tool_calls == (ToolCall("multiply", '{"a": 3, "b": 4}'),)
     assert (answered.content, answered.reasoning, answered.tool_calls) == (SAID, THEN, ())
@@ -177,10 +180,10 @@ def test_tools_for_an_environment_that_takes_none_are_a_configuration_error_befo
 
 
 def test_without_a_response_template_the_content_of_a_turn_is_its_text():
-    said: list[Response] = []
-    data = batch({"q": {"seen": said}})
+    Calling.seen.clear()
+    data = batch({"q": {}})
     hold(settings("tests.environments.tool_fixtures:Calling"), Scripted({"q/0/turn0": "hi."}), data)
-    (response,) = said
+    (response,) = Calling.seen
     assert (response.content, response.tool_calls, response.reasoning) == (response.text, (), None)
 
 
@@ -406,6 +409,39 @@ def test_an_environment_that_hangs_is_left_behind():
     Blocking.release.set()  # only now does its thread end
 
 
+@pytest.mark.parametrize("dense", [False, True])
+def test_a_turn_that_times_out_gets_its_reward_if_there_is_one_and_failures_are_counted_by_kind(dense):
+    rows = {how: {"how": how} for how in ("hang", "TimeoutError", "good", "raise", "ConnectionError", "reset")}
+    engine = Scripted({f"{how}/0/turn0": "x." for how in rows})
+    learned = settings(BAD, timeout_s=0.2, timeout_reward=-2.0, max_failed_fraction=0.5, dense=dense)
+    out = hold(learned, engine, batch(rows))  # 3 of 6 fail; the time-outs are no failures
+    assert total_rewards(out).tolist() == pytest.approx([-2, -2, 1, *[math.nan] * 3], nan_ok=True)
+    assert out["failure"].tolist() == [1, 1, 0, 2, 4, 2]
+    fractions = {"timeout": 1 / 3, "exception": 1 / 3, "blocked": 0, "infrastructure": 1 / 6}
+    found = stat_values(sequence_stats(out))
+    assert {kind: found[f"failures/{kind}"] for kind in EpisodeFailure} == pytest.approx(fractions)
+    with pytest.raises(EnvironmentFailure, match="failed in 5 of 6 episodes"):
+        hold(settings(BAD, timeout_s=0.2), engine, batch(rows))
+
+
+def test_a_time_out_of_reset_has_no_reward_since_no_turn_caused_it():
+    patient = settings(f"{FIXTURES}:Stuck", timeout_s=0.2, timeout_reward=0.0, max_failed_fraction=1.0)
+    out = hold(patient, Scripted({}), batch({"q": {}}))
+    assert out["rewards"].isnan().all()
+    assert out["failure"].tolist() == [1]
+
+
+def test_an_episode_may_change_its_row():
+    """Four episodes of one row, of two prompts and two batches, begin with the same board."""
+    row = {"board": [0, 0]}
+    engine = Scripted({f"{name}/{j}/turn{turn}": "x." for name in "qr" for j in range(2) for turn in range(2)})
+    interface = settings(f"{FIXTURES}:Board", generation=GenerationConfig(n=2, max_new_tokens=8))
+    for _ in range(2):
+        out = hold(interface, engine, batch({"q": row, "r": row}))
+        assert out["rewards"].tolist() == [3 + 4] * 4  # the sizes of the board after each turn
+    assert row == {"board": [0, 0]}
+
+
 def test_blocked_event_loops_are_counted_over_the_batches_of_a_run(caplog, monkeypatch):
     monkeypatch.setattr(loops, "MOST_BLOCKED", 1)
     interface = settings(f"{FIXTURES}:Blocking", timeout_s=2.0, max_failed_fraction=0.5)
@@ -538,6 +574,7 @@ def test_the_graph_is_that_of_the_algorithm_with_one_call_instead_of_two():
         "logprobs",
         "versions",
         "truncated",
+        "failure",
         "rewards",
         "turns",
     )
@@ -631,7 +668,7 @@ def test_functions_score_whole_episodes_and_their_rewards_are_added_to_those_of_
     out = hold(interface, Scripted(lines), batch({"q": row}))
     interface.close()
     keys = interface.keys("generate")
-    assert out.keys == keys.writes | keys.reports
+    assert out.keys == keys.writes | keys.reports | {*INDEX_KEYS}
     assert out["rewards/environment"].tolist() == [1.25, 1.25]
     assert out["rewards/text"].tolist() == [4.0, 5.0]  # turns and observations: "x7\nw" and "x7\nwy"
     assert out["rewards/alone"].tolist() == [1.0, 1.0]
@@ -661,7 +698,7 @@ def test_a_conversation_is_trained_over_the_tokens_that_its_turns_were_drawn_fro
     generation = GenerationConfig(n=2, max_new_tokens=8, top_k=5, sampling_replay=True)
     script = [("7 and 8", 0.0, False, False, {}), ("no", 0.0, False, False, {}), WON]
     out = hold(settings(generation=generation), engine, batch({"q": {"script": script}}))
-    assert out.keys == {*settings(generation=generation).keys("generate").writes}
+    assert out.keys == {*settings(generation=generation).keys("generate").writes, *INDEX_KEYS}
     sampled_T = out["loss_mask"]
     counts_T = torch.cat([mask.counts_N for mask in masks_of(out)])
     assert counts_T.tolist() == [5 if x else 0 for x in sampled_T.tolist()]
@@ -676,7 +713,7 @@ def test_a_conversation_with_a_mixture_of_experts_is_trained_with_its_choices():
     interface = settings(generation=generation)
     script = [("7 and 8", 0.0, False, False, {}), ("no", 0.0, False, False, {}), WON]
     out = hold(interface, engine, batch({"q": {"script": script}, "r": {"script": [WON], "opening": "x" * 40}}))
-    assert out.keys == {*interface.keys("generate").writes}
+    assert out.keys == {*interface.keys("generate").writes, *INDEX_KEYS}
     assert out["turns"].tolist() == [3, 3, 0, 0]
     assert [len(x) for x in out.sequences("router_experts")] == [*map(len, out.sequences()[:2]), 0, 0]
     assert (out["router_experts"].amin(-1) < 0).sum() == 2  # the last token of each conversation

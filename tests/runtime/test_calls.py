@@ -30,6 +30,44 @@ def test_an_interface_gets_the_keys_it_declared_and_must_return_those():
         call(RPC("x", "m", "inference", ("input_ids",), ("t",)), model, Spy(), batch, MicroBatchSpec())
 
 
+def test_an_interface_may_change_its_rows():
+    class Careless(ModelInterface):
+        needs_engine = False
+
+        def inference(self, model, data, mb_spec):
+            for row in data.metadata["row"]:
+                row["board"].append(1)
+            sizes = [float(len(row["board"])) for row in data.metadata["row"]]
+            return data.with_sequences(rewards=torch.tensor(sizes)).select(["rewards"])
+
+    row = {"board": []}
+    batch = SequenceSample.from_sequences(["a", "b"], {"input_ids": [[[1]], [[2]]]}, {"row": [row, row]})
+    rpc = RPC("x", "m", "inference", ("input_ids", "row"), ("rewards",))
+    for _ in range(2):
+        out, _ = call(rpc, Model("m", BigramEngine()), Careless(), batch, MicroBatchSpec())
+        assert out["rewards"].tolist() == [1.0, 1.0]
+    assert row == {"board": []}
+
+
+def test_tokens_that_a_call_writes_are_numbered_unless_the_sampler_did_it():
+    class Samples(ModelInterface):
+        def __init__(self, **keys):
+            self.keys_ = keys
+
+        def generate(self, model, data, mb_spec):
+            out = SequenceSample.from_sequences(["a"], {"input_ids": [[[1], [2]]]})
+            return out.with_sequences(**self.keys_)
+
+    prompts, model = SequenceSample.from_sequences(["a"], {"prompt_ids": [[[1]]]}), Model("m", BigramEngine())
+    for keys, numbers in (({}, [0, 1]), ({"response_index": torch.tensor([1, 3])}, [1, 3])):
+        rpc = RPC("x", "m", "generate", ("prompt_ids",), ("input_ids",))
+        out, _ = call(rpc, model, Samples(**keys), prompts, MicroBatchSpec())
+        assert out["response_index"].tolist() == numbers
+        other = RPC("y", "m", "generate", ("prompt_ids",), ("greedy",), {"input_ids": "greedy"})
+        out, _ = call(other, model, Samples(**keys), out, MicroBatchSpec())
+        assert out["response_index"].tolist() == numbers  # of `input_ids`, not of `greedy`
+
+
 def test_an_input_is_renamed_to_what_the_interface_knows():
     class Needs(ModelInterface):
         def inference(self, model, data, mb_spec):

@@ -22,6 +22,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from realign.api import Min, SequenceSample, Stats, masked_max, masked_mean, total_rewards
+from realign.api.sample import EPISODE
 from realign.errors import SettingsError
 from realign.functional import (
     KLEstimator,
@@ -61,11 +62,14 @@ class Rewards:
     """KL coefficient, in reward per nat."""
     dense_T: Tensor | None = None
     """[T] rewards of single tokens; None: there are none."""
+    episode_S: Tensor | None = None
+    """[S] index of the episode of each sequence; None: every sequence is one."""
 
     @classmethod
     def of(cls, data: SequenceSample, kl_T: Tensor | None = None, kl_coef: float = 0.0) -> Rewards:
         """Return the rewards of a batch with `rewards`, `loss_mask` and perhaps `dense_rewards`."""
-        return cls(data["rewards"], data["loss_mask"], data.cu_seqlens(), kl_T, kl_coef, data.get("dense_rewards"))
+        dense_T, episode_S = data.get("dense_rewards"), data.episode_index() if EPISODE in data else None
+        return cls(data["rewards"], data["loss_mask"], data.cu_seqlens(), kl_T, kl_coef, dense_T, episode_S)
 
     @staticmethod
     def known(data: SequenceSample) -> Tensor:
@@ -83,13 +87,22 @@ class Rewards:
 
     @cached_property
     def per_sequence(self) -> Tensor:
-        """[S] reward of every response: the score plus dense rewards minus the KL penalty, summed over its tokens."""
+        """[S] reward of every response: the score plus dense rewards minus the KL penalty, summed over its tokens.
+
+        An agent's response is the whole episode: its tokens are those of all sequences of the episode.
+        """
         total_S = self.scores_S
         if self.dense_T is not None:
-            total_S = total_S + segment_sum(torch.where(self.mask_T, self.dense_T, 0), self.cu_seqlens)
+            total_S = total_S + self._sum(self.dense_T)
         if self.kl_T is not None:
-            total_S = total_S - self.kl_coef * segment_sum(torch.where(self.mask_T, self.kl_T, 0), self.cu_seqlens)
+            total_S = total_S - self.kl_coef * self._sum(self.kl_T)
         return total_S
+
+    def _sum(self, x_T: Tensor) -> Tensor:
+        sum_S = segment_sum(torch.where(self.mask_T, x_T, 0), self.cu_seqlens)
+        if self.episode_S is None:
+            return sum_S
+        return torch.zeros_like(sum_S).index_add(0, self.episode_S, sum_S)[self.episode_S]
 
     def with_scores(self, scores_S: Tensor) -> Rewards:
         """Return the same rewards with other scores [S]."""
@@ -153,7 +166,7 @@ class AdvantageEstimator(Settings, ABC):
         Args:
             rewards: per token and per sequence; NaN where a response has no reward.
             data: the batch, whose `loss_mask` [T] holds the tokens that are trained; `data.group_index()` [S] is the
-                prompt of each response.
+                prompt of each response, and `data.once_per_episode(mask_S)` counts the episodes of agents.
             reduce: sum over ranks, for statistics of the whole batch.
 
         Returns:
@@ -220,7 +233,9 @@ class _ValueBased(AdvantageEstimator):
         mask_T, cu_seqlens = rewards.mask_T, rewards.cu_seqlens
         if self.reward_norm.active:
             trained_S = segment_sum(mask_T, cu_seqlens) > 0
-            rewards = rewards.with_scores(self.reward_norm(rewards.scores_S, data.group_index(), trained_S, reduce))
+            counted_S, group_S = data.once_per_episode(trained_S), data.group_index()
+            scores_S = self.reward_norm(rewards.scores_S, group_S, trained_S, reduce, counted_S)
+            rewards = rewards.with_scores(scores_S)
         rewards_T = rewards.per_token
         if self.whiten_rewards:
             rewards_T = whiten(rewards_T, mask_T, shift_mean=False, reduce=reduce)
@@ -362,21 +377,22 @@ class GroupRelative(AdvantageEstimator):
         """Return the responses of groups that are large enough."""
         group_S = data.group_index()
         valid_S = data["rewards"].isfinite() & (segment_sum(data["loss_mask"], data.cu_seqlens()) > 0)
-        size_S = torch.zeros_like(group_S).index_add(0, group_S, valid_S.long())[group_S]
+        size_S = torch.zeros_like(group_S).index_add(0, group_S, data.once_per_episode(valid_S).long())[group_S]
         return valid_S & (size_S >= self.min_group_size)
 
     @override
     def rescale(self, rewards: Rewards, data: SequenceSample, valid_S: Tensor, reduce: Reduce) -> Tensor | None:
         if not self.rescale_degenerate:
             return None
-        return degenerate_rescale(rewards.per_sequence, data.group_index(), valid_S, reduce)
+        return degenerate_rescale(rewards.per_sequence, data.group_index(), data.once_per_episode(valid_S), reduce)
 
     @override
     def stats(self, data: SequenceSample) -> Stats:
         """Return the fraction of groups whose rewards are all equal, before a KL in the reward."""
         cu_seqlens, mask_T = data.cu_seqlens(), data["loss_mask"]
         valid_S = segment_sum(mask_T, cu_seqlens) > 0
-        flat_G = degenerate_groups(Rewards.of(data).per_sequence, data.group_index(), valid_S)
+        counted_S = data.once_per_episode(valid_S)
+        flat_G = degenerate_groups(Rewards.of(data).per_sequence, data.group_index(), counted_S)
         return {"zero_std_fraction": masked_mean(flat_G.float(), torch.ones_like(flat_G))}
 
     @override
@@ -451,7 +467,7 @@ def normalized_advantages(
     """Return [T] advantages after `adv_norm`, 0 off the mask; response advantages are normalized, then broadcast."""
     cu_seqlens, group_S, mask_T = data.cu_seqlens(), data.group_index(), data["loss_mask"]
     if estimate.advantages_S is not None:
-        advantages_S = norm(estimate.advantages_S, group_S, valid_S, reduce)
+        advantages_S = norm(estimate.advantages_S, group_S, valid_S, reduce, data.once_per_episode(valid_S))
         return torch.where(mask_T, broadcast_to_tokens(advantages_S, cu_seqlens), 0)
     assert estimate.advantages_T is not None
     return norm(estimate.advantages_T, group_S[sequence_index(cu_seqlens)], mask_T, reduce)

@@ -47,7 +47,9 @@ class Normalization(Settings):
         """Whether a statistic is taken over the responses of one prompt."""
         return Scope.group in (self.mean, self.std)
 
-    def __call__(self, x_N: Tensor, group_N: Tensor, mask_N: Tensor, reduce: Reduce) -> Tensor:
+    def __call__(
+        self, x_N: Tensor, group_N: Tensor, mask_N: Tensor, reduce: Reduce, counted_N: Tensor | None = None
+    ) -> Tensor:
         """Return [N] normalized elements, 0 off the mask; see `realign.functional.normalize`."""
         return normalize(
             x_N,
@@ -60,6 +62,7 @@ class Normalization(Settings):
             eps=self.eps,
             eps_inside_sqrt=self.eps_inside_sqrt,
             reduce=reduce,
+            counted_N=counted_N,
         )
 
     def describe(self, x: str = "A", *, per_minibatch: bool = False) -> str:

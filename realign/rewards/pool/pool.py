@@ -19,6 +19,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import closing, contextmanager
 from contextvars import ContextVar
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
@@ -270,7 +271,7 @@ class RewardPool:
             raise ValueError(f"{len(responses)} responses and {len(groups)} groups: the numbers must be equal.")
         unknown: tuple[Sequence[int], Sequence[int]] = ((), ())
         given = zip(prompts, responses, rows, ids or [unknown] * len(rows), strict=True)
-        scored = [Scored(prompt, response, dict(row), *own) for prompt, response, row, own in given]
+        scored = [Scored(prompt, response, deepcopy(dict(row)), *own) for prompt, response, row, own in given]
         members = _members_of(self.binding.scope, len(responses), groups)
         return self._score([self._call([scored[i] for i in places]) for places in members], members)
 
@@ -300,7 +301,7 @@ class RewardPool:
         if len(counts) > 1:
             raise ValueError(f"prompts, responses, rows and tokens have different lengths: {sorted(counts)}.")
         items = [
-            RewardCall(*self.binding.arguments([Scored(p, r, dict(row))], tokens=t), Expected(len(t)))
+            RewardCall(*self.binding.arguments([Scored(p, r, deepcopy(dict(row)))], tokens=t), Expected(len(t)))
             for p, r, row, t in zip(prompts, responses, rows, tokens, strict=True)
         ]
         return self._score(items, [[i] for i in range(len(items))])

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from realign.api import Model, SequenceSample
 from realign.api.rewards import ANSWER, Verifier
+from realign.api.sample import with_own_metadata
 from realign.cells import answers_of, read_column
 from realign.data import Dataset
 from realign.engines.distributed.ranks import current
@@ -73,7 +74,7 @@ def check_verifiers(
         for key, judge in evaluation.judges.items():
             if isinstance(judge, Verifier):
                 dataset = held_out[where]
-                data = dataset.sample([(0, row) for row in range(min(len(dataset), READ))])
+                data = with_own_metadata(dataset.sample([(0, row) for row in range(min(len(dataset), READ))]))
                 check(f"{where}.{key}", judge, models[evaluation.role], data)
     return lines
 

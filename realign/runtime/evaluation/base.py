@@ -12,6 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from realign.api import RPC, DataflowGraph, MicroBatchSpec, Model, ModelInterface, SequenceSample
+from realign.api.sample import with_own_metadata
 from realign.data import DataSpec
 from realign.errors import ConfigError, DataError
 from realign.runtime.evaluation.scores import Scored, merged
@@ -126,7 +127,7 @@ class Evaluator(Settings, ABC):
             raise DataError("evaluation.data: the dataset has no rows. Choose another file, or relax its filters.")
         for start in range(0, len(dataset), self.batch_prompts):
             rows = range(start, min(start + self.batch_prompts, len(dataset)))
-            yield dataset.sample([(0, row) for row in rows])
+            yield with_own_metadata(dataset.sample([(0, row) for row in rows]))
 
 
 class SamplingEvaluator(Evaluator):

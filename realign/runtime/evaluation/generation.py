@@ -14,13 +14,20 @@ from torch import Tensor
 from typing_extensions import override
 
 from realign.api import RPC, DataflowGraph, GenerationConfig, MicroBatchSpec, Model, ModelInterface, SequenceSample
-from realign.api.rewards import NAMED, Verifier, total_rewards
+from realign.api.rewards import NAMED, Verifier
+from realign.api.sample import with_own_metadata
 from realign.engines.distributed.ranks import current
 from realign.errors import ConfigError, SettingsError
-from realign.functional.pass_at_k import pass_at_k
 from realign.runtime.calls import call
 from realign.runtime.evaluation.base import LoadedRun, SamplingEvaluator
-from realign.runtime.evaluation.scores import SEQUENCE_METRICS, Scored, named_metrics
+from realign.runtime.evaluation.scores import (
+    SEQUENCE_METRICS,
+    Scored,
+    check_pass_at,
+    group_metrics,
+    group_values,
+    named_metrics,
+)
 from realign.settings import Finite
 
 
@@ -54,12 +61,8 @@ class Evaluation(SamplingEvaluator):
         if taken := sorted(self.metrics.keys() & SEQUENCE_METRICS):
             raise SettingsError(f"metrics.{taken[0]}: the evaluation already has this metric. Choose another name.")
         self._variants = self._checked_sweep()
-        for k in self.pass_at:
-            if k < 1:
-                raise SettingsError(f"pass_at=[{k}]: k must be at least 1")
-            for variant in self._variants.values():
-                if k > variant.n:
-                    raise SettingsError(f"pass_at=[{k}]: needs at least {k} responses per prompt. Set generation.n={k}")
+        for variant in self._variants.values():
+            check_pass_at(self.pass_at, variant.n, "generation.n")
 
     @override
     def ineffective(self) -> dict[str, str]:
@@ -117,7 +120,7 @@ class Evaluation(SamplingEvaluator):
         return frozenset(
             f"eval/{name}{ending}"
             for ending, generation in self._variants.items()
-            for name in (*names, *_group_metrics(generation.n, self.pass_at))
+            for name in (*names, *group_metrics(generation.n, self.pass_at))
         )
 
     @override
@@ -142,7 +145,9 @@ class Evaluation(SamplingEvaluator):
                 answered = model.sampler.generate(prompts.select(["prompt_ids"]), generation, seed=seed)
                 answered = answered.merge(prompts.select(["row"]))
                 judged, further = self._judge(runtime, answered)
-                yield Scored(judged, ending, further, self._group_values(judged, generation.n))
+                decisive_S = None if self.success_of is None else judged[f"{NAMED}{self.success_of}"]
+                grouped = group_values(judged, generation.n, self.pass_at, self.success, decisive_S)
+                yield Scored(judged, ending, further, grouped)
 
     @override
     def constant_reward(self, runtime: LoadedRun, dataset: Any, response: Tensor) -> float | None:
@@ -169,7 +174,7 @@ class Evaluation(SamplingEvaluator):
 
         def verdicts() -> tuple[SequenceSample | None, Mapping[str, Tensor]]:
             rewards = {
-                name: interface.inference(judge, answered, MicroBatchSpec())["rewards"]
+                name: interface.inference(judge, with_own_metadata(answered), MicroBatchSpec())["rewards"]
                 for name, interface in self.metrics.items()
             }
             scored = None if self.reward is None else self.reward.inference(judge, answered, MicroBatchSpec())
@@ -184,25 +189,6 @@ class Evaluation(SamplingEvaluator):
             model, interface = runtime.models[rpc.model], runtime.interfaces[rpc.model]
             batch, _ = call(rpc, model, interface, batch, runtime.microbatch, runtime.graph)
         return batch.rename({theirs: ours for ours, theirs in sampling.rename.items() if theirs in batch}), further
-
-    def _group_values(self, judged: SequenceSample, n: int) -> dict[str, Tensor]:
-        """Return pass@k and the mean of the `n` responses [G] of each prompt, NaN for prompts without a value."""
-        names = _group_metrics(n, self.pass_at)
-        if not names:
-            return {}
-        group_S, rewards_S = judged.group_index(), total_rewards(judged)
-        decisive_S = rewards_S if self.success_of is None else judged[f"{NAMED}{self.success_of}"]
-        present_S = rewards_S.isfinite() & decisive_S.isfinite()
-
-        def per_prompt(x_S: Tensor) -> Tensor:
-            return torch.zeros(len(judged), dtype=torch.float64).index_add_(0, group_S, x_S.double())
-
-        n_G = per_prompt(present_S)
-        correct_G = per_prompt(present_S & (decisive_S >= self.success))
-        # `where`, because a missing reward is NaN and NaN * 0 is NaN; a prompt without any reward is 0 / 0 = NaN again
-        mean_G = per_prompt(torch.where(present_S, rewards_S, 0)) / n_G
-        values = [mean_G, *(pass_at_k(n_G.long(), correct_G.long(), k) for k in self.pass_at)]
-        return dict(zip(names, values, strict=True))
 
 
 def _scoring(graph: DataflowGraph) -> tuple[RPC, list[RPC]]:
@@ -225,9 +211,3 @@ def _named(reward: ModelInterface | None, graph: DataflowGraph) -> frozenset[str
     if reward is not None:
         return reward.keys("inference").reports
     return frozenset(key for rpc in graph.leading_to("rewards") for key in rpc.outputs if key.startswith(NAMED))
-
-
-def _group_metrics(n: int, pass_at: Iterable[int]) -> list[str]:
-    """Return the metrics that need several responses per prompt."""
-    passes = [f"pass@{k}" for k in pass_at]
-    return [f"mean@{n}", *passes] if n > 1 or passes else []

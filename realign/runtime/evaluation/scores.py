@@ -14,14 +14,20 @@ import torch
 from torch import Tensor
 
 from realign.api import Mean, SequenceSample, Stats, masked_mean, merge_stats, stat_values
-from realign.api.rewards import named_rewards, total_rewards
+from realign.api.environment import EpisodeFailure
+from realign.api.rewards import episode_rewards, named_rewards, total_rewards
+from realign.api.sample import EPISODE
 from realign.api.stats import masked_std
+from realign.errors import SettingsError
 from realign.functional import segment_sum
+from realign.functional.pass_at_k import pass_at_k
 
 DISTINCT, MOST_COMMON, CONSTANT = "distinct_fraction", "most_common_fraction", "constant_reward"
 SEQUENCE_METRICS = frozenset(
     {"reward", "missing_rewards", "response_tokens", "truncated_fraction", DISTINCT, MOST_COMMON, CONSTANT}
 )
+FAILURES = tuple(f"failures/{kind}" for kind in EpisodeFailure)
+"""Metrics of environments and agents that fail."""
 FEW_DISTINCT, MANY_EQUAL = 1 / 8, 1 / 2
 """A policy has collapsed onto one response if at most `FEW_DISTINCT` of its responses are distinct, and at least
 `MANY_EQUAL` are the same one."""
@@ -161,14 +167,18 @@ def named_metrics(keys: Iterable[str]) -> list[str]:
 
 
 def sequence_values(batch: SequenceSample) -> dict[str, Tensor]:
-    """Return the values [S] of sampled sequences whose means are metrics, for the keys that the batch contains.
+    """Return the values [S] whose means are metrics, for the keys that the batch contains.
 
-    - `reward`: total reward, NaN for a response without a reward
-    - `rewards/<name>/mean`: a named reward, NaN for a response without it
-    - `missing_rewards`: 1 for a response without a reward
-    - `response_tokens`: tokens outside the prompt mask, also of responses without a reward
-    - `truncated_fraction`: 1 for a truncated response
+    The unit is the episode: its first sequence has the value, and further ones, which agents make, have NaN. Every
+    response of a sampler is an episode.
+
+    - `reward`: total reward, NaN for an episode without a reward
+    - `rewards/<name>/mean`: a named reward, NaN for an episode without it
+    - `missing_rewards`: 1 for an episode without a reward
+    - `response_tokens`: tokens outside the prompt mask, of all sequences, also of episodes without a reward
+    - `truncated_fraction`: 1 for an episode with a truncated sequence
     - `turns`: policy turns of a multi-turn episode
+    - `failures/<kind>`: 1 for an episode in which the environment or agent failed in this way (`EpisodeFailure`)
     """
     values: dict[str, Tensor] = {}
     if "rewards" in batch:
@@ -180,22 +190,88 @@ def sequence_values(batch: SequenceSample) -> dict[str, Tensor]:
         for key, named_S in named_rewards(batch).items():
             values[f"{key}/mean"] = torch.where(named_S.isfinite(), named_S, torch.nan)
     if "prompt_mask" in batch:
-        values["response_tokens"] = segment_sum((~batch["prompt_mask"]).float(), batch.cu_seqlens())
+        response_S = segment_sum((~batch["prompt_mask"]).float(), batch.cu_seqlens())
+        values["response_tokens"] = of_episodes(batch, response_S)
     if "truncated" in batch:
-        values["truncated_fraction"] = batch["truncated"].float()
+        values["truncated_fraction"] = of_episodes(batch, batch["truncated"].float()).clamp(max=1)
     if "turns" in batch:
-        values["turns"] = batch["turns"].float()
-    return values
+        values["turns"] = of_episodes(batch, batch["turns"].float())
+    if "failure" in batch:
+        values |= {name: (batch["failure"] == i).float() for i, name in enumerate(FAILURES, 1)}
+    return {
+        name: torch.where(batch.once_per_episode(torch.ones_like(x_S, dtype=torch.bool)), x_S, torch.nan)
+        for name, x_S in values.items()
+    }
+
+
+def check_pass_at(pass_at: Iterable[int], n: int, setting: str) -> None:
+    """Check the values of k for pass@k with `n` responses to a prompt, which `setting` determines.
+
+    Raises:
+        SettingsError: a k is below 1 or above `n`.
+    """
+    for k in pass_at:
+        if k < 1:
+            raise SettingsError(f"pass_at=[{k}]: k must be at least 1")
+        if k > n:
+            raise SettingsError(f"pass_at=[{k}]: needs at least {k} responses per prompt. Set {setting}={k}")
+
+
+def group_metrics(n: int, pass_at: Iterable[int]) -> list[str]:
+    """Return the metrics that need several responses per prompt."""
+    passes = [f"pass@{k}" for k in pass_at]
+    return [f"mean@{n}", *passes] if n > 1 or passes else []
+
+
+def group_values(
+    judged: SequenceSample, n: int, pass_at: Iterable[int], success: float, decisive_S: Tensor | None = None
+) -> dict[str, Tensor]:
+    """Return pass@k and the mean of the `n` episodes [G] of each prompt, NaN for prompts without a value.
+
+    Args:
+        judged: the episodes with their rewards. Every response of a sampler is one.
+        n: episodes per prompt.
+        pass_at: values of k.
+        success: minimum of a success.
+        decisive_S: [S] rewards that decide about success; None: the total rewards.
+    """
+    pass_at = list(pass_at)
+    names = group_metrics(n, pass_at)
+    if not names:
+        return {}
+    group_S, rewards_S = judged.group_index(), episode_rewards(judged)
+    decisive_S = rewards_S if decisive_S is None else decisive_S
+    present_S = rewards_S.isfinite() & decisive_S.isfinite()
+
+    def per_prompt(x_S: Tensor) -> Tensor:
+        return torch.zeros(len(judged), dtype=torch.float64).index_add_(0, group_S, x_S.double())
+
+    n_G = per_prompt(present_S)
+    correct_G = per_prompt(present_S & (decisive_S >= success))
+    # `where`, because a missing reward is NaN and NaN * 0 is NaN; a prompt without any reward is 0 / 0 = NaN again
+    mean_G = per_prompt(torch.where(present_S, rewards_S, 0)) / n_G
+    values = [mean_G, *(pass_at_k(n_G.long(), correct_G.long(), k) for k in pass_at)]
+    return dict(zip(names, values, strict=True))
+
+
+def of_episodes(batch: SequenceSample, x_S: Tensor) -> Tensor:
+    """Return [S] the sum of `x_S` over the sequences of each one's episode."""
+    if EPISODE not in batch:
+        return x_S
+    index_S = batch.episode_index()
+    return torch.zeros_like(x_S).index_add(0, index_S, x_S)[index_S]
 
 
 def sequence_stats(batch: SequenceSample) -> Stats:
-    """Return metrics of sampled sequences: the means of `sequence_values` over the sequences with a value.
+    """Return metrics of sampled sequences: the means of `sequence_values` over the episodes with a value.
 
     `rewards/<name>/std` is the population standard deviation of a named reward.
     """
-    stats: Stats = {name: _mean(x_S) for name, x_S in sequence_values(batch).items()}
+    values = sequence_values(batch)
+    stats: Stats = {name: _mean(x_S) for name, x_S in values.items()}
     if "input_ids" in batch:
-        for key, named_S in named_rewards(batch).items():
+        for key in named_rewards(batch):
+            named_S = values[f"{key}/mean"]
             stats[f"{key}/std"] = masked_std(named_S, named_S.isfinite())
     return stats
 

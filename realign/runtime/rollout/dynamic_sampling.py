@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from realign.api import Mean, SequenceSample, masked_mean, merge_stats, stat_values
-from realign.api.rewards import total_rewards
+from realign.api.rewards import episode_rewards, total_rewards
 from realign.errors import RunError, SettingsError
 from realign.functional import degenerate_groups, segment_sum
 from realign.settings import Count, Finite, NonNegative, Settings
@@ -101,6 +101,7 @@ class DynamicSampling(Settings):
         valid_S = rewards_S.isfinite()
         if "loss_mask" in judged:
             valid_S = valid_S & (segment_sum(judged["loss_mask"], judged.cu_seqlens()) > 0)
+        valid_S = judged.once_per_episode(valid_S)
         sizes = judged.lengths["rewards"].counts.tolist()
         return [x_G[valid_G] for x_G, valid_G in zip(rewards_S.split(sizes), valid_S.split(sizes), strict=True)]
 
@@ -172,7 +173,7 @@ class Sampled:
 
     def add(self, judged: SequenceSample) -> list[int]:
         """Count a scored batch, and return the indices of its prompts that pass."""
-        sampling, rewards_S = self._sampling, total_rewards(judged)
+        sampling, rewards_S = self._sampling, episode_rewards(judged)
         chosen = sampling.chosen(judged)
         self._rewards.append(masked_mean(rewards_S, rewards_S.isfinite()))
         self._prompts += len(judged)

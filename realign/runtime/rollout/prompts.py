@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from realign.api import SequenceSample
-from realign.api.rewards import total_rewards
-from realign.api.sample import with_response_index
+from realign.api.rewards import episode_rewards
+from realign.api.sample import with_own_metadata, with_response_index
 from realign.data import Dataset
 from realign.data.curriculum import Curriculum, CurriculumOrder
 from realign.data.order import FRUITLESS, RowOrder
@@ -63,7 +63,7 @@ class PromptStream:
     def preview(self, places: Sequence[int]) -> SequenceSample:
         """Return the prompts that would be at these places without a curriculum."""
         order = self.order.usual if isinstance(self.order, CurriculumOrder) else self.order
-        return with_response_index(self.dataset.sample(order.rows(places)))
+        return with_own_metadata(with_response_index(self.dataset.sample(order.rows(places))))
 
     def at(self, places: Sequence[int]) -> SequenceSample:
         """Return the prompts at these places of the stream, counted from the start of the first epoch.
@@ -111,7 +111,7 @@ class PromptStream:
             return
         groups = [np.zeros(0)] * len(scored)
         if "rewards" in scored:
-            rewards_S = total_rewards(scored).double().cpu().numpy()
+            rewards_S = episode_rewards(scored).double().cpu().numpy()
             groups = np.split(rewards_S, np.cumsum(scored.lengths["rewards"].counts)[:-1])
         for id_, rewards_G in zip(scored.ids, groups, strict=True):
             # a replay of asynchronous rollout takes its prompts from the records of the run

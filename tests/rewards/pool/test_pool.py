@@ -55,6 +55,43 @@ def test_values_stand_at_their_items(workers):
         assert score(pool, values(1)).values == [0.0]
 
 
+def popping(prompt, response, row):
+    """Return the length of a list of the row, and shorten it."""
+    row["left"].pop()
+    return 1.0 + len(row["left"])
+
+
+async def popping_later(prompt, response, row):
+    return popping(prompt, response, row)
+
+
+def popping_group(prompt, responses, row):
+    return [popping(prompt, response, row) for response in responses]
+
+
+def popping_batch(prompts, responses, rows):
+    return [popping("", "", row) for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("function", "first", "second"),
+    [
+        (popping, 3.0, 3.0),
+        (popping_later, 3.0, 3.0),
+        (SessionFunction.of(popping), 3.0, 3.0),
+        (popping_group, 3.0, 2.0),  # one call with one row
+        (popping_batch, 3.0, 3.0),
+    ],
+)
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_function_may_change_the_row_of_its_call(function, first, second, workers):
+    row = {"left": [0, 0, 0]}
+    with make(function, workers=workers) as pool:
+        for _ in range(2):  # also in the next epoch
+            assert pool.score(["p"] * 2, ["r"] * 2, [row] * 2, groups=[0, 0]).values == [first, second]
+    assert row == {"left": [0, 0, 0]}
+
+
 @LINUX
 def test_trap_c12_every_kind_of_failure_stays_alone(caplog):
     rows = values(200)

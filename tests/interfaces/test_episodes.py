@@ -1,0 +1,169 @@
+"""Test that episodes count once, into however many sequences an agent divides them."""
+
+from __future__ import annotations
+
+import math
+from copy import deepcopy
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from realign.api import GenerationConfig, Model, SequenceSample, stat_values
+from realign.api.sample import EPISODE, with_response_index
+from realign.functional import Scope
+from realign.interfaces.components import (
+    GAE,
+    AdvantageEstimator,
+    GroupRelative,
+    KLPenalty,
+    Normalization,
+    NStep,
+    RewardShaping,
+    TeacherKL,
+)
+from realign.interfaces.grpo import GRPOActorInterface
+from realign.interfaces.ppo import PPOActorInterface
+from realign.interfaces.raft import RAFTActorInterface
+from realign.runtime import DynamicSampling
+from realign.runtime.evaluation.scores import Scored, StandardErrors, group_values, sequence_stats
+from realign.testing import BigramEngine
+from tests.interfaces.declared import NORMALIZATIONS, subclasses
+
+GROUPS = (4, 3, 5)
+"""Number of episodes of each prompt."""
+TOKENS = 6
+"""Sampled tokens of each episode."""
+EPISODES = sum(GROUPS)
+WHOLE = (1,) * EPISODES
+divisions = st.lists(st.sampled_from([1, 2, 3, 6]), min_size=EPISODES, max_size=EPISODES)
+
+
+def batch(sequences=WHOLE, seed=0) -> SequenceSample:
+    """Return episodes of equal tokens and rewards, each divided into this number of sequences after the prompt."""
+    rng = np.random.default_rng(seed)
+    rewards = rng.integers(0, 3, EPISODES) / 2.0
+    rewards[1] = math.nan
+    keys = ("logprobs", "prox_logprobs", "ref_logprobs", "teacher_logprobs")
+    given_T, nested, episode, of_sequence = [False] * 2, {key: [] for key in ("input_ids", *keys)}, [], []
+    masks, e = [], 0
+    for size in GROUPS:
+        for column in (*nested.values(), masks):
+            column.append([])
+        for number in range(size):
+            ids, values = rng.integers(1, 9, TOKENS), {key: rng.normal(-2, 0.3, TOKENS) for key in keys}
+            truncated = bool(rng.random() < 0.3)
+            for part in np.split(np.arange(TOKENS), sequences[e]):
+                nested["input_ids"][-1].append(torch.tensor([1, 2, *ids[part]]))
+                masks[-1].append(torch.tensor([*given_T, *[True] * len(part)]))
+                for key in keys:
+                    nested[key][-1].append(torch.tensor([0.0, 0.0, *values[key][part]]))
+                last = part[-1] == TOKENS - 1
+                of_sequence.append((rewards[e], truncated and last, len(part), 2 if math.isnan(rewards[e]) else 0))
+                episode.append(number)
+            e += 1
+    nested |= {"loss_mask": masks, "prompt_mask": [[~x for x in group] for group in masks]}
+    reward, truncated, turns, failure = zip(*of_sequence, strict=True)
+    sample = SequenceSample.from_sequences(["a", "b", "c"], nested).with_sequences(
+        rewards=torch.tensor(reward),
+        truncated=torch.tensor(truncated),
+        turns=torch.tensor(turns),
+        failure=torch.tensor(failure),
+        **{EPISODE: torch.tensor(episode), "rewards/own": torch.tensor(reward)},
+    )
+    return with_response_index(sample)
+
+
+MODEL = Model("actor", BigramEngine())
+ESTIMATORS = {
+    GAE: GAE(lam=1.0, reward_norm=Normalization(Scope.group, Scope.batch)),
+    NStep: NStep(n=TOKENS, reward_norm=Normalization(Scope.batch, Scope.none, leave_one_out=True)),
+    GroupRelative: GroupRelative(min_group_size=3, rescale_degenerate=False),
+    TeacherKL: TeacherKL(),
+}
+"""Estimators with settings under which the credit of a token does not depend on the end of its sequence."""
+FREE = GenerationConfig(n=5, max_new_tokens=8)
+POLICIES = {
+    **{
+        f"{kind.__name__}, {norm['adv_norm'].describe()}": PPOActorInterface(
+            advantage=ESTIMATORS[kind], generation=FREE, **norm
+        )
+        for kind in ESTIMATORS
+        for norm in NORMALIZATIONS
+    },
+    "GPG": GRPOActorInterface(advantage=GroupRelative(rescale_degenerate=True)),
+    "OPO": GRPOActorInterface(advantage=GroupRelative(length_weighted=True)),
+    "KL in the reward": GRPOActorInterface(kl=KLPenalty("reward", 0.1)),
+    "scaled": GRPOActorInterface(reward=RewardShaping(scale="running", center=True)),
+    "best": GRPOActorInterface(keep_best=2),
+    "unbiased": GRPOActorInterface(adv_norm=Normalization(Scope.group, Scope.group, unbiased=True)),
+}
+
+
+def test_every_estimator_is_in_the_table():
+    assert set(ESTIMATORS) == set(subclasses(AdvantageEstimator))
+
+
+def credited(policy, sequences, seed):
+    """Return the advantages and the mask of the sampled tokens in their order, and the metrics of the batch."""
+    policy = deepcopy(policy)  # which has running moments
+    data = batch(sequences, seed)
+    if not policy.advantage.needs_rewards:  # else it credits the last token of each sequence
+        data = data.select(data.keys - {"rewards"})
+    sampled_T = data["loss_mask"]
+    data = policy.with_advantages(MODEL, data)
+    stats = {k: x for k, x in stat_values(policy.batch_stats(MODEL, data)).items() if "per_sequence" not in k}
+    return data["advantages"][sampled_T], data["loss_mask"][sampled_T], stats
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("seed", range(2))
+def test_dividing_an_episode_changes_no_advantage_no_filter_and_no_metric(name, seed):
+    divided = np.random.default_rng(seed).choice([1, 2, 3, 6], EPISODES).tolist()
+    whole, divided = (credited(POLICIES[name], division, seed) for division in (WHOLE, divided))
+    torch.testing.assert_close(divided[0], whole[0])
+    assert torch.equal(divided[1], whole[1])
+    assert divided[2] == pytest.approx(whole[2], abs=1e-6)
+
+
+def measured(data):
+    """Return all metrics of episodes."""
+    errors, grouped = StandardErrors(), group_values(data, 5, [1, 2], 1.0)
+    errors.add(Scored(data, per_prompt=grouped))
+    of_prompts = {f"{name} {i}": value for name, x_G in grouped.items() for i, value in enumerate(x_G.tolist())}
+    return stat_values(sequence_stats(data)) | of_prompts | {f"error {k}": x for k, x in errors.values().items()}
+
+
+@settings(max_examples=10, deadline=None)
+@given(sequences=divisions, seed=st.integers(0, 99))
+def test_dividing_an_episode_changes_no_metric_and_no_choice_of_prompts(sequences, seed):
+    whole, divided = batch(seed=seed), batch(sequences, seed)
+    assert measured(divided) == pytest.approx(measured(whole), abs=1e-6, nan_ok=True)
+    for sampling in (DynamicSampling(), DynamicSampling(min_mean_reward=0.6), DynamicSampling(min_group_size=4)):
+        assert sampling.chosen(divided) == sampling.chosen(whole)
+    raft = RAFTActorInterface(keep_best=2, skip_equal_rewards=True)
+    kept = [data["loss_mask"] & raft.choose(MODEL, data)[index(data)] for data in (divided, whole)]
+    assert torch.equal(kept[0][divided["loss_mask"]], kept[1][whole["loss_mask"]])
+
+
+def index(data):
+    return torch.repeat_interleave(torch.arange(data.n_sequences), data.cu_seqlens().diff())
+
+
+def test_two_episodes_of_one_and_three_sequences_are_a_group_of_two():
+    """Rewards 1 and 0: the mean is 1/2, so the advantages are 1/2 and -1/2, and 1 and -1 without each one itself."""
+    data = SequenceSample.from_sequences(["q"], {"input_ids": [[[1, 2]] * 4]})
+    mask_T = torch.tensor([False, True] * 4)
+    data = data.with_tokens(loss_mask=mask_T, prompt_mask=~mask_T, logprobs=torch.zeros(8))
+    data = data.with_sequences(rewards=torch.tensor([1.0, 0, 0, 0]), **{EPISODE: torch.tensor([0, 1, 1, 1])})
+    for norm, one, others in (
+        (Normalization(Scope.group, Scope.none), 0.5, -0.5),
+        (Normalization(Scope.group, Scope.none, leave_one_out=True), 1.0, -1.0),
+        (Normalization(Scope.batch, Scope.batch, eps=0.0), 1.0, -1.0),
+    ):
+        found = GRPOActorInterface(adv_norm=norm).with_advantages(MODEL, data)["advantages"]
+        assert found[mask_T].tolist() == [one, others, others, others]
+    assert stat_values(sequence_stats(data))["reward"] == 0.5
+    assert group_values(data, 2, [1, 2], 1.0) == {"mean@2": 0.5, "pass@1": 0.5, "pass@2": 1.0}
