@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from realign.own_files import FILES
 from realign.runtime.checkpoint.folder import CheckpointWriter, HashedFile, list_checkpoints, newest, write_checkpoint
 
 
@@ -99,7 +100,7 @@ def every_point(folder):
                 record["after_start"] = [c.step for c in list_checkpoints(folder)]
                 writer.write(9, tree(9))
                 writer.close()
-                record["next"] = sorted(path.name for path in folder.iterdir())
+                record["next"] = [path.name for path in sorted(folder.iterdir()) if path.name != FILES]
                 record["failed"] = writer.failed()
                 seen.append(record)
                 if not killed:
