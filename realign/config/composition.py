@@ -34,6 +34,7 @@ from realign.config.errors import (
 from realign.config.experiment import COMPONENTS, REPORT, SHORTHANDS, ExperimentConfig, has_experiment, unknown_keys
 from realign.config.files import GROUPS, LAUNCHER, ConfigFile, Files
 from realign.config.hydra_settings import DEFAULT_LAUNCHER, DEFAULTS, check_launcher, check_settings
+from realign.config.keys import meant_keys
 from realign.config.layers import OWNS, Layers
 from realign.config.places import ROOTS
 from realign.config.secret_variables import check_no_secrets, without_secrets
@@ -364,8 +365,6 @@ def _root(word: str) -> str:
 
 def _unknown_root(name: str, key: str, config: Any) -> str:
     """Return the message about the unknown root of a key: the nearest one, or nested keys that end alike."""
-    from realign.config.help import meant_keys
-
     if name in GROUPS:
         return f"{name}=NAME chooses a file, and there are no keys below {name}"
     if near := nearest(name, [*ROOT_KEYS, *GROUPS]):

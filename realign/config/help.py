@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from realign.config.aliases import described, index
-from realign.config.errors import ConfigError, nearest, suggest, unknown_key
+from realign.config.errors import ConfigError, suggest, unknown_key
 from realign.config.experiment import REPORT
 from realign.config.files import file_values, list_experiments
 from realign.config.inspection import (
@@ -24,19 +24,15 @@ from realign.config.inspection import (
     docstring,
     fields_of,
     first_sentence,
-    is_dataclass,
     is_enum,
     settings_of,
     types_of,
 )
-from realign.config.places import ROOTS, Find, Place, declared_by, imported_class_at, place_of, schema
+from realign.config.keys import FIRST, component_at, find_keys, meant_keys, stepped
+from realign.config.places import ROOTS, Find, Place, declared_by, imported_class_at, schema
 from realign.config.trees import get
-from realign.config.words import TARGET, choices, is_component, is_word, snake_case
+from realign.config.words import TARGET, choices, is_component, snake_case
 
-FIRST = ("grpo", "ppo", "sft", "dpo", "reward_model")
-"""Experiments in which a key is looked up first, if the command line names no experiment."""
-DEPTH = 5
-"""Levels of keys in which a single name is searched."""
 NUMBERS = frozenset({"int", "float", "bool", "str", "None"})
 OUTER: Mapping[str, str] = {"Mapping": "dict", "Sequence": "list", "Iterable": "list"}
 INDENT = "  "
@@ -119,53 +115,6 @@ def root_keys() -> list[str]:
     return [name for name in fields_of(schema()) if name not in REPORT]
 
 
-def find_keys(name: str, most: int = 5) -> list[str]:
-    """Return keys that end with `name`, such as `lr` or `generation.n`, in the first experiments that have one."""
-    for experiment in FIRST:
-        if named := [key for key in _all_keys(experiment) if f".{key}".endswith(f".{name}")]:
-            return sorted(named, key=lambda key: key.count("."))[:most]
-    return []
-
-
-def meant_keys(name: str, most: int = 3) -> list[str]:
-    """Return the keys that a name without its beginning most likely means; empty if there are none.
-
-    It can be an end of a key, also misspelt, or begin with a name inside of one, such as `kl.coef`.
-    """
-    keys = find_keys(name, most)
-    first, _, last = name.rpartition(".")
-    if not keys and first:
-        keys = find_keys(first, 1) and [f"{key}.{last}" for key in find_keys(first, 1)]
-    ends = {key.rpartition(".")[2] for experiment in FIRST for key in _all_keys(experiment)}
-    near = None if keys or first else nearest(name, ends)
-    return keys if near is None else find_keys(near, most)
-
-
-def _all_keys(experiment: str) -> list[str]:
-    config = file_values([f"experiment={experiment}"])
-    return [key for path in component_paths(config) for key in (".".join(path), *keys_below(path, config))]
-
-
-def component_paths(config: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
-    """Yield the paths of the root components: those of roles first."""
-    for root in ROOTS:
-        if ROOTS[root].per_role:
-            yield from ((root, role) for role in config.get(root) or {})
-    yield from ((root,) for root in ROOTS if not ROOTS[root].per_role)
-
-
-def keys_below(path: tuple[str, ...], config: Mapping[str, Any], depth: int = DEPTH) -> Iterator[str]:
-    """Yield the keys below a component, to the given number of levels."""
-    waiting: list[tuple[Place, Any, int]] = [(*_component_at(path, config), depth)]
-    while waiting:
-        place, target, left = waiting.pop()
-        for name in place.settings(target) or ():
-            child, below = _stepped(place, target, name, config)
-            yield child.key
-            if left > 1 and is_dataclass(child.chosen(below)):
-                waiting.append((child, below, left - 1))
-
-
 def section_of(
     path: tuple[str, ...], config: Mapping[str, Any], experiment: str | None, find: Find = imported_class_at
 ) -> Section:
@@ -195,14 +144,14 @@ def section_of(
     if per_role and path[1] not in (roles := config.get(path[0]) or {}):
         have = f"the experiment has {path[0]}: {', '.join(roles) or 'none'}"
         raise ConfigError(f"unknown key '{path[0]}.{path[1]}': {have}")
-    place, target = _component_at(path[:start], config, find)
+    place, target = component_at(path[:start], config, find)
     entry: Entry | None = own if start == 1 else None
     for depth in range(start, len(path)):
         known = place.settings(target)
         if known is None or path[depth] not in known:
             raise ConfigError(unknown_key(".".join(path[: depth + 1]), known or ()))
         entry = _field_entry(place, target, known[path[depth]], config)
-        place, target = _stepped(place, target, path[depth], config)
+        place, target = stepped(place, target, path[depth], config)
     definition = place.chosen(target)
     fields = place.settings(target) or {}
     entries = tuple(_field_entry(place, target, below, config) for below in fields.values())
@@ -214,36 +163,11 @@ def section_of(
 
 
 def _role_entry(path: tuple[str, str], config: Mapping[str, Any], find: Find) -> Entry:
-    place, target = _component_at(path, config, find)
+    place, target = component_at(path, config, find)
     definition = place.chosen(target)
     name = "component" if definition is None else definition.name
     text = "" if definition is None else first_sentence(docstring(definition))
     return Entry(".".join(path), name, None, "", text, component=True)
-
-
-def _component_at(
-    path: tuple[str, ...], config: Mapping[str, Any], find: Find = imported_class_at
-) -> tuple[Place, Any]:
-    """Return the place of a root component, and its `_target_`."""
-    place = place_of(path, find)
-    return place, _target_of(place, get(config, path))
-
-
-def _stepped(place: Place, target: Any, name: str, config: Mapping[str, Any]) -> tuple[Place, Any]:
-    """Return the place of a field, and its `_target_`."""
-    child = place.child(name, target)
-    return child, _target_of(child, get(config, tuple(child.key.split("."))))
-
-
-def _target_of(place: Place, node: Any) -> Any:
-    if isinstance(node, Mapping):
-        return node.get(TARGET)
-    if is_word(node):
-        try:
-            return place.of_word(node)
-        except ConfigError:
-            return None
-    return None
 
 
 def _field_entry(place: Place, target: Any, own: Field, config: Mapping[str, Any]) -> Entry:

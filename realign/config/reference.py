@@ -8,7 +8,7 @@ from typing import Any
 
 from realign.config.composition import compose_raw
 from realign.config.files import list_experiments
-from realign.config.help import Section, component_paths, entries_of, section
+from realign.config.help import Section, entries_of, section
 from realign.config.inspection import (
     ROOT,
     Definition,
@@ -20,6 +20,7 @@ from realign.config.inspection import (
     read_module,
     types_of,
 )
+from realign.config.keys import component_paths
 from realign.config.places import ROOTS, Place, fits, place_of
 from realign.config.trees import get
 from realign.config.words import TARGET, component_bases, is_component, words_of

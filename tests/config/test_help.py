@@ -13,7 +13,8 @@ from realign.config.composition import compose_raw
 from realign.config.errors import ConfigError
 from realign.config.experiment import REPORT, ExperimentConfig
 from realign.config.files import file_values, list_experiments
-from realign.config.help import Entry, Section, find_keys, key_help, section
+from realign.config.help import Entry, Section, key_help, section
+from realign.config.keys import find_keys
 from realign.config.places import ROOTS
 from realign.config.reference import reference, set_by
 from tests.config_parts import write_experiment
