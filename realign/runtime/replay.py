@@ -211,6 +211,7 @@ def _closed(interface: ModelInterface) -> ModelInterface:
         setattr(closed, name, lambda: None)
     if isinstance(closed, Verifier):
         closed.known_answer = None
+        setattr(closed, "check_rows", lambda rows: None)  # noqa: B010 (it would load the function)
     return closed
 
 

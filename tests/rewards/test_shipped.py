@@ -9,7 +9,7 @@ import pytest
 import realign.rewards
 from realign.rewards import reasoning
 from realign.rewards.unit_tests import UnitTestsFunction
-from tests.test_cells import FOUR, NOTHING
+from tests.answer_cells import FOUR, NOTHING
 
 RESPONSES = {  # a right and a wrong response of each
     "exact_answer": ("4", "5"),

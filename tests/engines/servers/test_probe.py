@@ -3,12 +3,14 @@
 import pytest
 import torch
 
+from realign.api import GenerationConfig, Request
 from realign.engines.servers.probe import Probe, Sampled
 from realign.engines.servers.vllm import Vllm
 from realign.errors import ConfigError
 from tests.engines.servers.fake_server import FakeServer, Scoring, random_table
 
 WORDS = range(12)
+REQUEST = Request("a", 0, torch.tensor([1, 2]), GenerationConfig(max_new_tokens=5), 3)
 
 
 def scoring(seed, base=0, share=0.0):
@@ -52,16 +54,18 @@ def test_weights_are_compared_after_each_update(server):
 def test_a_server_that_keeps_some_of_the_old_weights_ends_the_run(server):
     sampler = opened(server)
     server.rows = 8
+    sampler.update(scoring(1), 1)  # the step that trained these weights is complete
     with pytest.raises(ConfigError, match=r"actor.sampler: the server at .* does not have the weights .* untie=true"):
-        sampler.update(scoring(1), 1)
+        sampler.submit(REQUEST)
     sampler.close()
 
 
 def test_a_small_drift_is_noticed(server):
     sampler = opened(server)
     server.rows = 8
+    sampler.update(scoring(1, 0, share=0.95), 1)
     with pytest.raises(ConfigError, match="does not have the weights"):
-        sampler.update(scoring(1, 0, share=0.95), 1)
+        sampler.submit(REQUEST)
     sampler.close()
 
 
