@@ -30,7 +30,7 @@ from realign.api.memory import MemoryWork, RoleMemory
 from realign.api.microbatch import MicroBatchSpec
 from realign.api.sample import TOKENS, SequenceSample, shard
 from realign.api.seeds import derive_seed
-from realign.api.stats import Stats, keep_traces, merge_stats, on_host, with_responses
+from realign.api.stats import Stats, keep_traces, merge_stats, on_host
 from realign.engines import Causal, OptimizerSpec, Sharding, TransformersModel
 from realign.engines.distributed.consistency import check_same_batch
 from realign.engines.distributed.ranks import current
@@ -184,7 +184,7 @@ class DeepSpeedEngine(TransformersEngine):
         stepper = self._trained()
         assert isinstance(stepper, ZeroStepper)
         stepper.zero_grad()
-        passes = self.network.passes(with_responses(part, mb_spec), mb_spec, training=True)
+        passes = self.network.passes(part, mb_spec, training=True)
         micro_batches = iter(passes)
         rounds = self.host.most(len(passes.batches))
         losses: list[Tensor] = []

@@ -129,7 +129,7 @@ def test_generation_takes_any_sampler_and_keeps_nothing_for_a_ratio():
     prompts = SequenceSample.from_sequences(["a", "b"], {"prompt_ids": [[[1]], [[2]]]})
     interface = RAFTActorInterface(generation=GenerationConfig(n=3, max_new_tokens=4, temperature=0.5, top_p=0.9))
     out = interface.generate(Model("actor", BigramEngine()), prompts, MicroBatchSpec())
-    assert out.keys == {"input_ids", "prompt_mask", "loss_mask", "truncated"}
+    assert out.keys == {"input_ids", "prompt_mask", "loss_mask", "truncated", "response_index"}
     assert out.n_sequences == 6
 
 

@@ -19,6 +19,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from realign import signals
 from realign.api import GenerationConfig, ModelInterface
 from realign.data import PassRate
 from realign.data.curriculum import CurriculumOrder
@@ -31,7 +32,6 @@ from realign.interfaces.grpo import GRPOActorInterface
 from realign.runtime import Async, CheckpointSpec, DynamicSampling, Interrupted, OnUpdate, run
 from realign.runtime.checkpoint.folder import list_checkpoints
 from realign.runtime.local import LocalRuntime
-from realign.runtime.processes import signals
 from realign.runtime.rollout.spec import Sync
 from realign.runtime.run_checkpoints import restore, run_state
 from tests.tiny import save_tiny
