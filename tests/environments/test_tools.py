@@ -122,7 +122,7 @@ def test_agents_that_cannot_use_tools_are_configuration_errors():
         load_agent(f"{FIXTURES}:plain_with_tools", {}, tools)
     with pytest.raises(ConfigError, match=r"no argument 'tools'"):
         load_agent("tests.environments.agent_fixtures:scripted", {}, tools)
-    with pytest.raises(ConfigError, match="missing a required argument: 'tools'"):
+    with pytest.raises(ConfigError, match="without 'tools'"):
         load_agent(f"{FIXTURES}:with_tools", {})
 
 

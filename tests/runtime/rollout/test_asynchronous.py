@@ -12,7 +12,6 @@ import warnings
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -180,7 +179,7 @@ def test_a_second_signal_ends_a_run_that_waits_for_a_reward(tmp_path, policy, mo
     reward = Waiting(slow=tuple(f"{i}@0" for i in range(11)), until=99)
     run_, _ = recording(tmp_path, policy, 1, reward=reward)
     noted = threading.Event()
-    monkeypatch.setattr(signals, "os", SimpleNamespace(write=lambda file, text: noted.set()))
+    monkeypatch.setattr(signals, "write_stderr", lambda text: noted.set())
 
     def interrupt():
         reward.waits.wait()
