@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from realign.api import GenerationConfig, Lengths, MicroBatchSpec, SequenceSample, part_sizes
-from realign.api.sample import IMAGE_KEYS, shard
+from realign.api.sample import IMAGE_KEYS, shard, with_own_metadata, with_response_index
 from realign.api.sampler import requests_of
 from realign.functional.normalization import Scope, normalize
 from realign.runtime.ray.wire_format import from_wire, to_wire
@@ -629,3 +629,41 @@ def test_what_cannot_be_cut_is_refused() -> None:
         shard(batch([[1]]), 0, "input_ids")
     with pytest.raises(ValueError, match=r"no packed key 'prompt_ids' to shard by \(keys: input_ids, score\)"):
         shard(batch([[1]]), 2, "prompt_ids")
+
+
+def numbered() -> SequenceSample:
+    sample = SequenceSample.from_sequences(["a", "b"], {"input_ids": [[[1], [2, 3], [4]], [[5]]]})
+    return with_response_index(sample).with_sequences(episode=torch.tensor([0, 1, 1, 1]))
+
+
+def test_tokens_keep_what_says_whose_they_are_through_every_selection():
+    sample = numbered().with_tokens(other=torch.zeros(5))
+    assert sample["response_index"].tolist() == [0, 1, 2, 0]
+    left = sample.take_sequences([0, 2, 3]).select(["input_ids"])
+    assert left.keys == {"input_ids", "response_index", "episode"}
+    assert left["response_index"].tolist() == [0, 2, 0]
+    assert with_response_index(left)["response_index"].tolist() == [0, 2, 0]  # never numbered again
+    assert sample.select(["other"]).keys == {"other"}
+    assert with_response_index(sample.take([]).select(["input_ids"]))["response_index"].tolist() == []
+
+
+def test_episodes_are_counted_by_their_first_sequence_in_a_mask():
+    sample = numbered()
+    first, second, third = sample.episode_index()[[0, 1, 3]].tolist()
+    assert len({first, second, third}) == 3
+    assert sample.episode_index()[2] == second
+    assert sample.once_per_episode(torch.ones(4, dtype=torch.bool)).tolist() == [True, True, False, True]
+    mask_S = torch.tensor([False, False, True, True])
+    assert sample.once_per_episode(mask_S).tolist() == [False, False, True, True]
+    assert sample.of_whole_episodes(mask_S).tolist() == [False, True, True, True]
+    alone = SequenceSample.from_sequences(["a"], {"input_ids": [[[1], [2]]]})
+    assert alone.episode_index().tolist() == [0, 1]
+    assert alone.once_per_episode(torch.tensor([False, True])).tolist() == [False, True]
+
+
+def test_copies_of_metadata_are_independent_even_of_one_row_twice():
+    row = {"board": [0]}
+    sample = SequenceSample(("a", "b"), metadata={"row": (row, row)})
+    one, two = with_own_metadata(sample).metadata["row"]
+    one["board"].append(1)
+    assert (one, two, row) == ({"board": [0, 1]}, {"board": [0]}, {"board": [0]})

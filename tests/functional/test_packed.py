@@ -9,6 +9,7 @@ from realign.functional.packed import (
     broadcast_to_tokens,
     check_shapes,
     cu_seqlens_of,
+    first_of_each,
     last_true,
     position_ids,
     previous,
@@ -96,3 +97,10 @@ def test_seed_a4_positions_of_the_text():
     exclusive = mask.cumsum(0) - mask
     assert exclusive.tolist() == [0, 1, 1, 1, 2, 3]
     assert position_ids(cu_seqlens_of([4])).tolist() == exclusive[mask.bool()].tolist() == [0, 1, 2, 3]
+
+
+def test_the_first_element_of_a_unit_in_the_mask_stands_for_it():
+    unit_N = torch.tensor([0, 0, 2, 2, 2, 1])
+    mask_N = torch.tensor([True, True, False, True, True, False])
+    assert first_of_each(unit_N, mask_N).tolist() == [True, False, False, True, False, False]
+    assert first_of_each(unit_N[:0], mask_N[:0]).tolist() == []

@@ -4,7 +4,7 @@ import asyncio
 import math
 import pickle
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from realign.api import GenerationConfig, Keys, MicroBatchSpec, Model, SequenceS
 from realign.api.environment import EpisodeFailure, ToolCall
 from realign.api.sample import INDEX_KEYS
 from realign.api.sampling_mask import masks_of
-from realign.engines import OptimizerSpec
+from realign.engines import OptimizerSpec, SharedModel
 from realign.environments import EnvironmentFailure
 from realign.environments import event_loops as loops
 from realign.errors import ConfigError
@@ -27,6 +27,7 @@ from realign.interfaces.reward_model import RewardModelInterface
 from realign.interfaces.rule_reward import RuleRewardInterface
 from realign.rewards.pool.pool import Tally
 from realign.rewards.terms import FunctionTerm
+from realign.runtime import CheckpointSpec, run
 from realign.runtime.evaluation.scores import sequence_stats
 from realign.testing import BigramEngine
 from tests.endpoint.chat_families import (
@@ -44,6 +45,8 @@ from tests.endpoint.scripted import ScriptedSampler
 from tests.environments.environment_fixtures import Bad, Blocking, Busy, Plain, Tool
 from tests.environments.tool_fixtures import Calling
 from tests.tiny import TEXT, tiny_engine, tiny_tokenizer
+from tests.toys import BigramModel, Prompts
+from tests.toys import experiment as toy_experiment
 
 FIXTURES = "tests.environments.environment_fixtures"
 TOOL = f"{FIXTURES}:Tool"
@@ -724,3 +727,31 @@ def test_a_conversation_with_a_mixture_of_experts_is_trained_with_its_choices():
     scored = engine.forward(again, MicroBatchSpec(), lambda output, mb: mb.with_tokens(found=output.logprobs()))
     sampled_T = again["loss_mask"]
     torch.testing.assert_close(scored["found"][sampled_T], again["logprobs"][sampled_T], atol=1e-5, rtol=1e-4)
+
+
+@dataclass
+class Boards(Prompts):
+    """Prompts whose rows have a board; as in a file, all samples of a row share one object."""
+
+    def __post_init__(self):
+        self.rows = [{"board": [0]} for _ in range(self.n)]
+
+    def sample(self, rows):
+        return super().sample(rows).with_metadata(row=[self.rows[row] for _, row in rows])
+
+
+def test_a_run_whose_episodes_change_their_rows_is_the_same_after_a_resume(tmp_path):
+    def play(name: str, steps: int, **changes):
+        turns = GenerationConfig(n=2, max_new_tokens=3, fixed_length=True)
+        agent = EnvironmentInterface(f"{FIXTURES}:Board", generation=turns)
+        interfaces = {"actor": GRPOActorInterface(generation=turns), "agent": agent}
+        models = {"actor": BigramModel(), "agent": SharedModel("actor")}
+        settings = {"interfaces": interfaces, "data": Boards(4), "batch_prompts": 4, "evaluation": None}
+        settings |= {"models": models}
+        settings |= {"checkpoint": CheckpointSpec(every_steps=1), "output_dir": tmp_path / name, "steps": steps}
+        return run(toy_experiment(tmp_path, **settings, **changes)).series("reward")
+
+    whole = play("whole", 4)
+    assert whole == [2.0 + 3.0] * 4
+    play("parts", 2)
+    assert play("parts", 4, resume="auto") == whole
