@@ -24,8 +24,8 @@ def example(monkeypatch):
 def test_the_loop_ends_with_the_weights_of_the_experiment(example, tmp_path, capsys):
     task = prepare(tmp_path / "task", seed=0)
     rows = [json.loads(line) for line in task.prompts.read_text().splitlines()[:40]]
-    # A model with random weights never adds correctly, but some of its responses are empty.
-    task.prompts.write_text("".join(json.dumps(row | {"answer": ""}) + "\n" for row in rows))
+    # A model with random weights never adds correctly, but some of its responses are a single digit.
+    task.prompts.write_text("".join(json.dumps(row | {"answer": "7"}) + "\n" for row in rows))
     steps, prompts, responses = 3, 24, 8  # the second batch crosses the end of an epoch
 
     config = compose(

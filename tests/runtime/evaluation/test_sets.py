@@ -26,7 +26,7 @@ def threes(prompt, response, row):
     return response.count('3')
 
 def starts_with_3(prompt, response, row):
-    return None if row['n'] % 5 == 1 and response.count('3') == 0 else float(response.startswith('3'))
+    return None if row['n'] % 5 == 1 and response.count('3') == 0 else float(response.lstrip().startswith('3'))
 """
 
 
