@@ -34,7 +34,7 @@ from realign.api.engine import (
 from realign.api.generation import GenerationConfig
 from realign.api.microbatch import MicroBatchSpec
 from realign.api.model import Model
-from realign.api.sample import TOKENS, SequenceSample
+from realign.api.sample import INDEX_KEYS, TOKENS, SequenceSample
 from realign.api.stats import Stats
 from realign.array_cache import code_version, key_of
 from realign.cache_folder import Cache
@@ -363,8 +363,9 @@ class _CachedOutput:
 def _addresses(data: SequenceSample, temperature: float, where_T: Tensor) -> list[str]:
     """Return the address of each sequence: a hash of its tokens, of the scored ones, and of the temperature."""
     cut = data.lengths[TOKENS].flat.tolist()
-    packed = [data[key].split(cut) for key in sorted(data.data)] + [where_T.split(cut)]
-    start = repr((sorted(data.data), float(temperature))).encode()
+    keys = sorted(data.data.keys() - {*INDEX_KEYS})  # equal sequences share an entry, whichever of a prompt they are
+    packed = [data[key].split(cut) for key in keys] + [where_T.split(cut)]
+    start = repr((keys, float(temperature))).encode()
     addresses = []
     for tensors in zip(*packed, strict=True):
         digest = hashlib.sha256(start)
