@@ -6,6 +6,7 @@ request of the endpoint can choose another one, so it runs in this process and w
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -33,6 +34,16 @@ def render(
     given = {"add_generation_prompt": add_generation_prompt, **options}
     with template_errors():
         return str(tokenizer.apply_chat_template(messages, tokenize=False, **given))
+
+
+def fixed_arguments(tokenizer: Any, options: Mapping[str, Any]) -> list[str]:
+    """Return the options that are no variables of the chat template: `chat_template` would choose another one.
+
+    Args:
+        tokenizer: Tokenizer of transformers.
+        options: Options that come from a row or a request.
+    """
+    return sorted({*options} & {*inspect.signature(tokenizer.apply_chat_template).parameters} - {"documents"})
 
 
 @contextmanager

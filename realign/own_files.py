@@ -16,7 +16,9 @@ import stat
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, ClassVar
+
+from typing_extensions import override
 
 from realign.errors import ConfigError
 
@@ -267,15 +269,14 @@ class OwnFiles:
         files = {path.relative_to(tree).as_posix(): _facts(path) for path in _below(tree)}
         self._append({"path": name, "files": files})
 
-    def scratch(self, name: str, *, record: bool = True) -> Path:
+    def scratch(self, name: str) -> Path:
         """Make a hidden folder with a random name, in which something that becomes `name` is written.
 
         Raises:
             OSError: the folder cannot be written to.
         """
         path = scratch_name(self.folder / name)
-        if record:
-            self._append({"path": path.name})
+        self._append({"path": path.name})
         path.mkdir()
         return path
 
@@ -379,6 +380,24 @@ class OwnFiles:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), file.name)
 
 
+class SavedHere(OwnFiles):
+    """What this process saved in a folder that somebody named: the list is in memory, and no file is added."""
+
+    _saved: ClassVar[dict[Path, list[dict[str, Any]]]] = {}
+
+    @override
+    def _entries(self) -> Iterator[dict[str, Any]]:
+        for path, entries in self._saved.items():
+            if path.parent == self.folder.resolve():
+                yield from entries
+
+    @override
+    def _append(self, *entries: Mapping[str, Any]) -> None:
+        for entry in entries:
+            path = self.folder.resolve() / entry["path"]
+            self._saved[path] = [*self._saved.get(path, [])[-1:], dict(entry)]  # what is there, and what replaces it
+
+
 def _below(path: Path) -> Iterator[Path]:
     """Yield every file below a path, or the path itself if it is none; links and pipes count as files.
 
@@ -409,6 +428,7 @@ def _fits(listed: Any, facts: list[int]) -> bool:
 __all__ = [
     "FILES",
     "OwnFiles",
+    "SavedHere",
     "copy_file",
     "make_folder",
     "move",

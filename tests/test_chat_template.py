@@ -66,9 +66,14 @@ def test_a_template_that_fails_for_an_observation_fails_that_episode_only():
 
 def test_no_row_chooses_a_template(tmp_path):
     rows = tmp_path / "rows.jsonl"
-    chosen = {"chat_template": ANOTHER, "chat_template_kwargs": {"chat_template": ANOTHER}}
+    chosen = {"chat_template": ANOTHER}
     row = {"prompt": [{"role": "user", "content": "a", **chosen}], "template_options": chosen, **chosen}
     rows.write_text(json.dumps(row) + "\n")
     tokenizer = make_tokenizer(chat_template=ECHO)
-    dataset = PromptData(str(rows), template=Template.chat).load(tokenizer)
-    assert dataset.sample([(0, 0)])["prompt_ids"].tolist() == tokenizer("a", add_special_tokens=False)["input_ids"]
+    data = PromptData(str(rows), template=Template.chat)
+    sample = data.load(tokenizer).sample([(0, 0)])
+    assert sample["prompt_ids"].tolist() == tokenizer("a", add_special_tokens=False)["input_ids"]
+    for options in (chosen, {"tokenize": True}, {"add_generation_prompt": False}):
+        rows.write_text(json.dumps(row | {"chat_template_kwargs": options}) + "\n")
+        with pytest.raises(DataError, match=f"line 1: the options of the chat template name '{next(iter(options))}'"):
+            data.load(tokenizer)

@@ -218,8 +218,8 @@ GOOD = b'{"prompt": "1+1=", "answer": "2"}\n'
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (b'{"prompt": "caf\xe9"}', "line 2 is not valid JSON: 'utf-8' codec can't decode byte 0xe9"),
-        (b'{"prompt": "a\\ud800"}', "line 2 is not valid JSON: 'utf-8' codec can't encode character"),
+        (b'{"prompt": "caf\xe9"}', "line 2 is not UTF-8 text: byte 0xe9 at position 15. Save the file as UTF-8."),
+        (b'{"prompt": "a\\ud800"}', "line 2 has \\ud800 alone, half of a character. Remove it."),
         (b'{"prompt": ""}', "line 2: the prompt has no tokens"),
         (b'{"prompt": null}', "line 2: the prompt is None; expected a string"),
         (
@@ -406,9 +406,8 @@ def test_a_screen_that_cannot_be_written_ends_no_run(tmp_path):
             raise OSError(errno.ENOSPC, "No space left on device")
 
     path = model_folder(tmp_path / "model")
-    with pytest.warns(UserWarning, match="Tracker 'display' failed at step"):
-        result = run(experiment(tmp_path, path, print_samples_every_steps=1), console=Console(file=FullLog(), width=80))
-    assert len(result.history) == 3
+    console = Console(file=FullLog(), width=80)
+    assert len(run(experiment(tmp_path, path, print_samples_every_steps=1), console=console).history) == 3
 
 
 def test_prompts_whose_gradient_is_not_finite_are_named_by_their_place_in_the_data(tmp_path):

@@ -18,6 +18,7 @@ from realign.config import ExperimentConfig
 from realign.data import PromptData
 from realign.engines import TransformersModel
 from realign.errors import RealignError, SettingsError
+from realign.interfaces.environment import EnvironmentInterface
 from realign.settings import Count, Finite, Fraction, NonNegative, Positive, Range, Settings, checked, choices_of
 
 
@@ -67,6 +68,7 @@ PLACEHOLDERS = {
     "of": "actor",
     "model": TransformersModel("folder"),
     "environment": "module:Class",
+    "episodes": EnvironmentInterface("module:Class"),
     "data": PromptData("prompts.jsonl"),
     "prompts": PromptData("prompts.jsonl"),
     "pretraining": PromptData("prompts.jsonl"),

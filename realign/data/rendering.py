@@ -14,7 +14,7 @@ from enum import StrEnum
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from realign.chat_template import render, template_errors
+from realign.chat_template import fixed_arguments, render, template_errors
 from realign.data.messages import (
     REASONING,
     ROLE_OF,
@@ -272,7 +272,16 @@ class ChatRenderer:
         return render(self.tokenizer, messages, options, add_generation_prompt=add_generation_prompt)
 
     def _options(self, conversation: Conversation) -> dict[str, Any]:
-        """Return the variables of the template: those of the row, of the settings, and the tools."""
+        """Return the variables of the template: those of the row, of the settings, and the tools.
+
+        Raises:
+            DataError: an option of the row is none of them, such as another chat template.
+        """
+        if fixed := fixed_arguments(self.tokenizer, conversation.options):
+            raise DataError(
+                f"the options of the chat template name {fixed[0]!r}; expected variables of the chat template only. "
+                "What holds for all rows can be set in template_options."
+            )
         return {**conversation.options, **self.options, "tools": _tools(conversation)}
 
     def _messages(self, conversation: Conversation) -> list[Message]:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from realign.api.sampler import Completion, Handle
+from realign.chat_template import fixed_arguments
 from realign.endpoint.capture import Capture, Prompt
 from realign.endpoint.limits import EndpointLimits
 from realign.endpoint.renderer import Renderer
@@ -109,7 +110,7 @@ class Caller:
         options = body.get("chat_template_kwargs") or {}
         if not isinstance(options, dict):
             raise invalid("chat_template_kwargs", "expected an object")
-        if wrong := sorted(set(options) & renderer.settings):
+        if wrong := fixed_arguments(renderer.tokenizer, options):
             raise invalid(f"chat_template_kwargs.{wrong[0]}", "expected variables of the chat template only")
         if not renderer.has_template:
             raise ApiError(400, "The model has no chat template. Use /v1/completions.", code="no_chat_template")

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import logging
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import cached_property
 from typing import Any
 
 from realign.chat_template import render
@@ -57,11 +55,6 @@ class Renderer:
         self._reads_tools: bool | None = None  # not known yet
         if response_template:
             self._check_anchor(response_template)
-
-    @cached_property
-    def settings(self) -> frozenset[str]:
-        """Arguments of `apply_chat_template` that are no variables of the template, such as `chat_template`."""
-        return frozenset(inspect.signature(self.tokenizer.apply_chat_template).parameters) - {"documents"}
 
     @property
     def has_template(self) -> bool:

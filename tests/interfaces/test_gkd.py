@@ -142,7 +142,7 @@ def test_the_choice_depends_on_the_id_and_the_step_and_not_on_the_batch():
 
 def test_masks_of_given_sequences_are_those_of_the_dataset():
     out = generated(0.0)
-    assert out.keys == {"input_ids", "prompt_mask", "loss_mask", "truncated"}
+    assert out.keys == {"input_ids", "response_index", "prompt_mask", "loss_mask", "truncated"}
     assert out["loss_mask"].tolist() == [False, False, True, True] * 40
     assert not out["truncated"].any()
     assert generated(1.0).keys == out.keys

@@ -50,7 +50,7 @@ def test_every_prompt_gets_its_most_likely_answer_whatever_the_actor_samples():
     for fixed_length in (False, True):
         sampler = GenerationConfig(n=4, max_new_tokens=5, temperature=0.7, fixed_length=fixed_length)
         out = answers(engine, sampler)
-        assert (out.ids, out.keys) == (PROMPTS.ids, {"input_ids", "prompt_mask"})
+        assert (out.ids, out.keys) == (PROMPTS.ids, {"input_ids", "response_index", "prompt_mask"})
         expected = [most_likely(engine.logits_VV, p, 5, fixed_length) for p in ([1, 4], [2], [7, 7, 7])]
         assert [x.tolist() for x in out.sequences("input_ids")] == expected
         assert [int(mask.sum()) for mask in out.sequences("prompt_mask")] == [2, 1, 3]

@@ -23,6 +23,7 @@ from realign.errors import ConfigError, TransientError
 from realign.own_files import (
     FILES,
     OwnFiles,
+    SavedHere,
     make_folder,
     not_regular,
     refuse_link,
@@ -106,17 +107,17 @@ class NewFolder:
 
         Args:
             path: the folder.
-            own: the files of the run that saves `path`; None for a path that somebody named.
+            own: the files of the run that saves `path`; None for a path that somebody named, where no list is kept.
 
         Raises:
             ConfigError: `path` is a link.
         """
         refuse_link(path)
         make_folder(path.parent)
-        self._target, self._own = path, own
+        self._target, self._own = path, own or SavedHere(path.parent)
         # Beside `path`, since a rename is atomic only within a disk.
         with saving(path):
-            self._scratch = (own or OwnFiles(path.parent)).scratch(path.name, record=own is not None)
+            self._scratch = self._own.scratch(path.name)
         self.path = self._scratch / _NEW
         """Where the files go; the caller creates this folder."""
 
@@ -125,9 +126,8 @@ class NewFolder:
         # Before the rename: after a power loss, a name on the disk could otherwise stand for files without content.
         with saving(self._target):
             sync_tree(self.path)
-            if self._own is not None:
-                self._own.record(self._target.name, self.path)
-        _replace(self._target, self.path, self._scratch / _OLD, self._own or OwnFiles(self._target.parent))
+            self._own.record(self._target.name, self.path)
+        _replace(self._target, self.path, self._scratch / _OLD, self._own)
 
     def remove(self) -> None:
         """Remove what is left of the temporary folder."""
@@ -138,7 +138,8 @@ def save_folder(path: Path, write: Callable[[Path], None], own: OwnFiles | None 
     """Call `write` with a temporary folder and rename it to `path`, so that `path` never contains a partial model.
 
     The folder is on the disk when this function returns, as long as the disk keeps what is synced. An earlier folder is
-    replaced if it has only files in `own`, else renamed, such as to `final.1`.
+    replaced if it has only files in `own`, or without `own`, only files that this process saved. Otherwise it is
+    renamed, such as to `final.1`.
 
     Raises:
         ConfigError: `path` is a link.

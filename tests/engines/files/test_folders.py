@@ -144,6 +144,19 @@ def test_a_folder_with_files_of_somebody_else_is_moved_and_an_empty_one_replaced
     assert (tmp_path / "final.1" / "README.md").read_text() == "mine"
 
 
+def test_saves_to_a_path_that_somebody_named_replace_those_of_this_process_only(tmp_path):
+    for text in ("one", "two"):
+        save_folder(tmp_path / "actor", lambda new, text=text: model(new, text))
+    assert [path.name for path in tmp_path.iterdir()] == ["actor"]
+    assert (tmp_path / "actor" / "weights").read_text() == "two"
+    for change in (lambda file: file.write_text("mine"), lambda file: file.with_name("notes").write_text("mine")):
+        change(tmp_path / "actor" / "weights")
+        with pytest.warns(UserWarning, match=r"was not written by this run, so .*actor was moved to"):
+            save_folder(tmp_path / "actor", lambda new: model(new, "three"))
+    kept = {name: (tmp_path / name / "weights").read_text() for name in ("actor", "actor.1", "actor.2")}
+    assert kept == {"actor": "three", "actor.1": "mine", "actor.2": "three"}
+
+
 def model(folder: Path, text: str) -> None:
     folder.mkdir(parents=True)
     (folder / "weights").write_text(text)

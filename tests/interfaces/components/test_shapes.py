@@ -53,9 +53,9 @@ OPTIONS |= {"label_smoothing": 0.0, "target_margin": 0.0, "desirable_weight": 1.
 def tensor(name: str) -> Tensor:
     """Return a valid argument. The end of its name determines its size, and the beginning its dtype."""
     size = SIZES[name[-1]]
-    if name.startswith(("mask", "valid", "present", "desirable")):
+    if name.startswith(("mask", "valid", "present", "desirable", "counted")):
         return torch.ones(size, dtype=torch.bool)
-    return torch.zeros(size, dtype=torch.int64) if name.startswith(("group", "ids")) else torch.rand(size)
+    return torch.zeros(size, dtype=torch.int64) if name.startswith(("group", "unit", "ids")) else torch.rand(size)
 
 
 def arguments(function: Callable[..., Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
