@@ -26,7 +26,6 @@ from realign.api.interface import (
     RoleModel,
     Weights,
     is_component_key,
-    settings_unused_by_override,
 )
 from realign.api.lengths import Lengths
 from realign.api.microbatch import MicroBatches, MicroBatchSpec, plan_microbatches
@@ -119,7 +118,6 @@ __all__ = [
     "part_sizes",
     "plan_microbatches",
     "rl_graph",
-    "settings_unused_by_override",
     "stat_values",
     "total_rewards",
 ]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import Field, dataclass, field, is_dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
-from types import FunctionType, MappingProxyType
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 from torch import Tensor
@@ -15,7 +14,7 @@ from realign.api.generation import GenerationConfig
 from realign.api.microbatch import MicroBatchSpec
 from realign.api.sample import SequenceSample
 from realign.api.stats import Stats
-from realign.settings import Settings, own_settings
+from realign.settings import Settings
 
 if TYPE_CHECKING:
     from realign.api.model import Model
@@ -270,39 +269,6 @@ def is_component_key(key: str) -> bool:
     return key in COMPONENT_KEYS or key.startswith(COMPONENT_PREFIXES)
 
 
-def settings_unused_by_override(interface: ModelInterface, name: str) -> list[str]:
-    """Return the settings that only definitions of a method read that an override replaces, as it calls no `super()`.
-
-    A definition also reads what the methods of the interface read that it calls.
-    """
-    cls = type(interface)
-    definitions = [inspect.unwrap(vars(base)[name]) for base in cls.__mro__ if name in vars(base)]
-    definitions = [definition for definition in definitions if isinstance(definition, FunctionType)]
-    # Calls go up the classes as far as each definition calls `super()`; all further ones are replaced.
-    ends = (i for i, definition in enumerate(definitions, 1) if "super" not in definition.__code__.co_names)
-    first_replaced = next(ends, len(definitions))
-    used = _names_read(cls, definitions[:first_replaced], name)
-    unused = _names_read(cls, definitions[first_replaced:], name) - used
-    settings: list[Field[Any]] = own_settings(cls) if is_dataclass(cls) else []
-    return [setting.name for setting in settings if _reads(unused, setting.name)]
-
-
-def _names_read(cls: type, functions: Iterable[FunctionType], name: str) -> set[str]:
-    """Return the attributes that functions and the methods of `cls` that they call read, without following `name`."""
-    names, waiting = set[str](), [*functions]
-    while waiting:
-        new = {*waiting.pop().__code__.co_names} - names
-        names |= new
-        called = (vars(base).get(method) for base in cls.__mro__ for method in new - {name})
-        waiting += [method for method in called if isinstance(method, FunctionType)]
-    return names
-
-
-def _reads(names: set[str], setting: str) -> bool:
-    """Return whether names of attributes contain a setting, or an object built from it, such as `kl_control`."""
-    return not names.isdisjoint({setting, f"{setting}_control"})
-
-
 __all__ = [
     "METHODS",
     "Calibratable",
@@ -316,5 +282,4 @@ __all__ = [
     "implements",
     "is_component_key",
     "method_of",
-    "settings_unused_by_override",
 ]

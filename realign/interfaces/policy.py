@@ -42,7 +42,6 @@ from realign.api import (
     masked_mean,
     merge_stats,
     rl_graph,
-    settings_unused_by_override,
 )
 from realign.api.router_experts import ROUTER_EXPERTS
 from realign.api.sampling_mask import SAMPLING_MASK
@@ -242,7 +241,6 @@ class PolicyInterface(ModelInterface):
             "entropy bonus": f"coefficient {self.entropy_coef:g}" if self.entropy_coef else "",
             "loss aggregation": self.aggregation.describe(),
             "early stop": self.early_stop.describe(),
-            "not used by the overridden loss": ", ".join(settings_unused_by_override(self, "loss")),
         }
 
     def generate(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> SequenceSample:

@@ -517,19 +517,3 @@ def test_the_launch_table_lists_what_differs_from_plain_ppo():
     shared = PPOActorInterface(critic="shared", value=ValueObjective(coef=0.1), credit_per_minibatch=True).describe(8)
     assert shared["value loss"] == "mse, clipped at 0.2 from the old value, coefficient 0.1"
     assert shared["advantage normalization"] == plain["advantage normalization"] + " of each mini-batch"
-
-
-def test_the_launch_table_lists_the_settings_that_an_overridden_loss_does_not_use():
-    class Own(PPOActorInterface):
-        def loss(self, output, minibatch):
-            mask_T = minibatch["loss_mask"]
-            return self.aggregation.total(-output.logprobs(), mask_T, minibatch.cu_seqlens()), {}
-
-    class Further(PPOActorInterface):
-        def loss(self, output, minibatch):
-            loss, stats = super().loss(output, minibatch)
-            return 2 * loss, stats
-
-    row = "not used by the overridden loss"
-    assert PPOActorInterface().describe(8)[row] == Further().describe(8)[row] == ""
-    assert Own().describe(8)[row] == "generation, objective, correction, kl, entropy_coef, value, ptx_coef"
