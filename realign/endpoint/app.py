@@ -56,8 +56,7 @@ def application(sessions: Sessions, caller: Caller, limits: EndpointLimits, mode
     for prefix in _PREFIXES:
         routes += [
             Route(f"{prefix}/models", models),
-            Route(f"{prefix}/chat/completions", Calls(sessions, caller, limits, model, chat=True), methods=["POST"]),
-            Route(f"{prefix}/completions", Calls(sessions, caller, limits, model, chat=False), methods=["POST"]),
+            Route(f"{prefix}/chat/completions", Calls(sessions, caller, limits, model), methods=["POST"]),
         ]
 
     def failed(request: Request, error: Exception) -> Response:
@@ -72,12 +71,11 @@ def application(sessions: Sessions, caller: Caller, limits: EndpointLimits, mode
 
 
 class Calls:
-    """ASGI application of chat completions or completions."""
+    """ASGI application of chat completions."""
 
-    def __init__(self, sessions: Sessions, caller: Caller, limits: EndpointLimits, model: str, *, chat: bool) -> None:
+    def __init__(self, sessions: Sessions, caller: Caller, limits: EndpointLimits, model: str) -> None:
         """Create the application; see `application` for the arguments."""
         self._sessions, self._caller, self._limits, self._model = sessions, caller, limits, model
-        self._chat = chat
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request."""
@@ -86,8 +84,8 @@ class Calls:
         await until_disconnected(receive, self._serve(session, body, send))
 
     async def _serve(self, session: Session, body: bytes, send: Send) -> None:
-        call = await self._caller.start(session, body, chat=self._chat)
-        answer = ResponseWriter(self._model, self._chat, call.parameters, session.backend.renderer)
+        call = await self._caller.start(session, body)
+        answer = ResponseWriter(self._model, call.parameters, session.backend.renderer)
         try:
             if call.parameters.stream:
                 await self._stream(call, answer, send)
@@ -106,19 +104,17 @@ class Calls:
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
 
     async def _chunks(self, call: ApiCall, answer: ResponseWriter, send: Send) -> None:
-        prompts = [prompt for prompt, _ in call.flat]
-        streams = [ResponseStream(call.parameters.stop) for _ in prompts]
-        for index, prompt in enumerate(prompts):
-            if (chunk := answer.opening(index, prompt)) is not None:
-                await _event(send, chunk)
+        streams = [ResponseStream(call.parameters.stop) for _ in call.handles]
+        for index in range(len(streams)):
+            await _event(send, answer.opening(index))
 
         async def send_parts(index: int, parts: list[Delta]) -> None:
             for part in parts:
-                await _event(send, answer.delta(index, prompts[index], part))
+                await _event(send, answer.delta(index, call.prompt, part))
 
         finished = asyncio.ensure_future(self._caller.finish(call))
         try:
-            readers = [call.reader(index) for index in range(len(streams))] if call.partial else []
+            readers = [call.reader() for _ in streams] if call.partial else []
             # A sampler without partial results has nothing to poll for.
             while not (await asyncio.wait({finished}, timeout=POLL_S if call.partial else None))[0]:
                 for index, stream in enumerate(streams):

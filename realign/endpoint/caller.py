@@ -15,12 +15,8 @@ import torch
 from realign.api.sampler import Completion, Handle
 from realign.chat_template import fixed_arguments
 from realign.endpoint.capture import Capture, Prompt
-from realign.endpoint.limits import EndpointLimits
 from realign.endpoint.renderer import Renderer
 from realign.endpoint.requests import (
-    CHAT,
-    COMPLETIONS,
-    MOST_CHOICES,
     ApiError,
     Parameters,
     forced_tools,
@@ -45,41 +41,37 @@ class ApiCall:
     session: Session
     capture: Capture
     parameters: Parameters
-    chat: bool
-    """Whether responses are parsed. The text of a completion is its content."""
-    tools: list[dict[str, Any]] | None = None
-    prompts: list[Prompt] = field(default_factory=list)
-    handles: list[list[Handle]] = field(default_factory=list)
-    """Handles of the responses to each prompt."""
+    tools: list[dict[str, Any]] | None
+    prompt: Prompt
+    handles: list[Handle] = field(default_factory=list)
+    """The responses that were requested, in the order of the choices."""
     ended: bool = False
     """Whether the request has ended. Its responses are then not captured."""
-
-    @property
-    def flat(self) -> list[tuple[Prompt, Handle]]:
-        """All responses that were requested, in the order of the choices."""
-        return [(p, handle) for p, handles in zip(self.prompts, self.handles, strict=False) for handle in handles]
 
     @property
     def partial(self) -> bool:
         """Whether the text of unfinished responses can be sent."""
         return self.session.backend.sampler.capabilities().abort
 
-    def reader(self, index: int) -> ResponseReader | None:
+    def reader(self) -> ResponseReader | None:
         """Return a parser of a response; None if its content is its whole text."""
-        prompt = self.flat[index][0]
-        given = prompt.text if prompt.text is not None and not prompt.begun else prompt.ids[: _given(prompt)]
-        return self.session.backend.renderer.reader(given, self.tools) if self.chat else None
+        given = self._given if self.prompt.begun else self.prompt.text
+        return self.session.backend.renderer.reader(given, self.tools)
 
     def limited(self, parsed: ParsedResponse) -> ParsedResponse:
         """Return a response with its first tool call only, unless the request allows several."""
         return parsed if self.parameters.parallel_tool_calls else replace(parsed, tool_calls=parsed.tool_calls[:1])
 
-    def text(self, index: int, ids: Sequence[int], *, special: bool = True) -> str:
+    def text(self, ids: Sequence[int], *, special: bool = True) -> str:
         """Return the text of a response, including a beginning that the prompt contains."""
-        prompt = self.flat[index][0]
-        given = _given(prompt) if self.chat else len(prompt.ids)
-        renderer = self.session.backend.renderer
-        return renderer.decode([*prompt.ids[given:], *ids], before=prompt.ids[:given], special=special)
+        given = self._given
+        begun = self.prompt.ids[len(given) :]
+        return self.session.backend.renderer.decode([*begun, *ids], before=given, special=special)
+
+    @property
+    def _given(self) -> tuple[int, ...]:
+        """The token ids of the prompt before the beginning of its response."""
+        return self.prompt.ids[: len(self.prompt.ids) - self.prompt.begun]
 
 
 class Caller:
@@ -87,23 +79,19 @@ class Caller:
 
     A session prepares its prompts in order, one at a time, so it cannot delay the others. A sampler in this process
     samples in the threads that wait.
-
-    Args:
-        limits: limits of requests.
     """
 
-    def __init__(self, limits: EndpointLimits) -> None:
+    def __init__(self) -> None:
         self._torch_threads = torch.get_num_threads()  # a new thread would use the default of torch
         self._threads = DaemonThreads()
-        self._most_responses = max(MOST_CHOICES, limits.max_concurrent)
 
     def close(self) -> None:
         """End idle threads."""
         self._threads.shutdown(wait=False)
 
-    def _chat(self, session: Session, body: Mapping[str, Any]) -> tuple[ApiCall, Iterator[Prompt]]:
-        """Read a chat request."""
-        parameters = read_parameters(body, CHAT)
+    def _read(self, session: Session, body: Mapping[str, Any]) -> ApiCall:
+        """Read a request and prepare its prompt."""
+        parameters = read_parameters(body)
         messages, tools = read_messages(body.get("messages")), read_tools(body)
         forced = forced_tools(body, tools)
         renderer = session.backend.renderer
@@ -113,11 +101,11 @@ class Caller:
         if wrong := fixed_arguments(renderer.tokenizer, options):
             raise invalid(f"chat_template_kwargs.{wrong[0]}", "expected variables of the chat template only")
         if not renderer.has_template:
-            raise ApiError(400, "The model has no chat template. Use /v1/completions.", code="no_chat_template")
+            raise ApiError(400, "The model has no chat template. Add one to its tokenizer.", code="no_chat_template")
 
         capture = session.capture_of(body.get("model"))
 
-        def prompts() -> Iterator[Prompt]:
+        try:
             text = renderer.render(messages, tools, options)
             if (hidden := renderer.hidden_tool(text, messages, tools, options)) is not None:
                 raise invalid(
@@ -129,60 +117,27 @@ class Caller:
             prompt = capture.prompt(renderer, text)
             if forced:
                 prompt = _with_beginning(renderer, prompt, call_beginning(renderer, messages, forced, tools, options))
-            yield prompt
+        except ValueError as error:
+            raise ApiError(400, f"The prompt is invalid: {error}.", code="invalid_prompt") from error
+        return ApiCall(session, capture, parameters, tools, prompt)
 
-        return ApiCall(session, capture, parameters, True, tools), prompts()
-
-    def _completion(self, session: Session, body: Mapping[str, Any]) -> tuple[ApiCall, Iterator[Prompt]]:
-        """Read a completion request."""
-        parameters = read_parameters(body, COMPLETIONS)
-        given = _prompts(body.get("prompt"))
-        if len(given) * parameters.n > self._most_responses:
-            raise invalid("prompt", f"a request may have at most {self._most_responses} responses (prompts times n)")
-        renderer, capture = session.backend.renderer, session.capture_of(body.get("model"))
-        size = len(renderer.tokenizer)
-
-        def prompt(given_prompt: str | list[int]) -> Prompt:
-            if isinstance(given_prompt, str):
-                session.check_length(given_prompt)
-                return capture.prompt(renderer, given_prompt, start=renderer.start_tokens())
-            if any(not 0 <= i < size for i in given_prompt):
-                raise ValueError(f"the prompt has token ids outside 0 to {size - 1}")
-            return capture.prompt_of_ids(given_prompt)
-
-        return ApiCall(session, capture, parameters, False), map(prompt, given)
-
-    async def start(self, session: Session, body: bytes, *, chat: bool) -> ApiCall:
-        """Read a request, prepare its prompts and submit them, in a thread. Stops early if the client leaves.
+    async def start(self, session: Session, body: bytes) -> ApiCall:
+        """Read a request, prepare its prompt and submit it, in a thread. Stops early if the client leaves.
 
         Args:
             session: session of the request.
             body: its JSON.
-            chat: whether it is a chat request; otherwise a completion.
 
         Raises:
             ApiError: the request is invalid, or the sampler cannot serve it.
         """
         left = False
 
-        def going() -> bool:
+        def start() -> ApiCall:
+            call = self._read(session, read_json(body))
             if left:
                 raise closed()
-            return True
-
-        def start() -> ApiCall:
-            call, prompts = (self._chat if chat else self._completion)(session, read_json(body))
-            try:
-                call.prompts = [prompt for prompt in prompts if going()]
-            except ValueError as error:
-                raise ApiError(400, f"The prompt is invalid: {error}.", code="invalid_prompt") from error
-            try:
-                for prompt in call.prompts:
-                    going()
-                    call.handles.append(call.session.submit(prompt, call.parameters))
-            except BaseException:
-                _cancel(call)
-                raise
+            call.handles = session.submit(call.prompt, call.parameters)
             return call
 
         slot = session.preparing
@@ -211,13 +166,10 @@ class Caller:
 
         def finished() -> list[ResponseChoice]:
             torch.set_num_threads(self._torch_threads)
-            completions = [call.session.result(handle) for _, handle in call.flat]
+            completions = [call.session.result(handle) for handle in call.handles]
             if call.ended:
                 raise closed()
-            rest = list(completions)
-            for prompt, handles in zip(call.prompts, call.handles, strict=True):
-                call.session.keep(call.capture, prompt, rest[: len(handles)])
-                rest = rest[len(handles) :]
+            call.session.keep(call.capture, call.prompt, completions)
             return [choice(call, index, completion) for index, completion in enumerate(completions)]
 
         return await self._aside(finished)
@@ -235,10 +187,10 @@ class Caller:
         """
 
         def read() -> ParsedResponse:
-            ids = call.flat[index][1].tokens().ids.tolist()
+            ids = call.handles[index].tokens().ids.tolist()
             if reader is None:
-                return ParsedResponse(call.text(index, ids, special=False))
-            return call.limited(reader.part(call.text(index, ids)))
+                return ParsedResponse(call.text(ids, special=False))
+            return call.limited(reader.part(call.text(ids)))
 
         try:
             return await self._aside(read)
@@ -251,13 +203,13 @@ class Caller:
     def end(self, call: ApiCall) -> None:
         """End a request: cancel its unfinished responses, without waiting."""
         call.ended = True
-        if not all(handle.done for _, handle in call.flat):
+        if not all(handle.done for handle in call.handles):
             # In a thread, since a sampler may wait for a lock in `cancel`.
             self._threads.submit(_cancel, call)
 
 
 def _cancel(call: ApiCall) -> None:
-    for _, handle in call.flat:
+    for handle in call.handles:
         handle.cancel()
 
 
@@ -267,42 +219,19 @@ def choice(call: ApiCall, index: int, completion: Completion) -> ResponseChoice:
     Raises:
         ApiError: the scorer failed.
     """
-    prompt, sampled, reader = call.flat[index][0], completion.ids.tolist(), call.reader(index)
-    plain = call.text(index, sampled, special=False)
-    parsed = ParsedResponse(plain) if reader is None else reader.whole(call.text(index, sampled), plain)
+    sampled, reader = completion.ids.tolist(), call.reader()
+    plain = call.text(sampled, special=False)
+    parsed = ParsedResponse(plain) if reader is None else reader.whole(call.text(sampled), plain)
     content, stopped = cut(parsed.content, call.parameters.stop)
     parsed = replace(call.limited(parsed), content=content)
-    scores = call.session.score([*prompt.ids, *sampled], call.parameters) if call.parameters.scores else None
-    return ResponseChoice(index, prompt, completion, parsed, stopped, scores)
-
-
-def _given(prompt: Prompt) -> int:
-    """Return the number of tokens of a prompt before the beginning of its response."""
-    return len(prompt.ids) - prompt.begun
+    scores = call.session.score(call.prompt, sampled, call.parameters) if call.parameters.top_logprobs else None
+    return ResponseChoice(index, call.prompt, completion, parsed, stopped, scores)
 
 
 def cut(text: str, stops: Sequence[str]) -> tuple[str, bool]:
     """Return the text before the first stop string, and whether there is one."""
     places = [place for stop in stops if (place := text.find(stop)) >= 0]
     return (text[: min(places)], True) if places else (text, False)
-
-
-def _prompts(given: Any) -> list[str | list[int]]:
-    """Return the prompts of a completion request: texts or lists of token ids."""
-    if isinstance(given, str):
-        return [given]
-    if isinstance(given, list) and given:
-        if all(isinstance(prompt, str) for prompt in given):
-            return given
-        if _ids(given):
-            return [given]
-        if all(isinstance(prompt, list) and prompt and _ids(prompt) for prompt in given):
-            return given
-    raise invalid("prompt", "expected a text, a list of texts, a list of token ids, or a list of such lists")
-
-
-def _ids(given: list[Any]) -> bool:
-    return all(isinstance(i, int) and not isinstance(i, bool) for i in given)
 
 
 def call_beginning(
@@ -376,7 +305,6 @@ def _common(lists: Sequence[Sequence[int]]) -> list[int]:
 
 def _with_beginning(renderer: Renderer, prompt: Prompt, ids: Sequence[int]) -> Prompt:
     """Return a prompt that ends with the beginning of the response."""
-    assert prompt.text is not None
     text = prompt.text + renderer.decode(ids, before=prompt.ids)
     return replace(prompt, ids=(*prompt.ids, *ids), text=text, begun=len(ids))
 

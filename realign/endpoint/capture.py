@@ -10,7 +10,6 @@ Shapes: T tokens of a sequence.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -33,8 +32,8 @@ class CapturedCall:
     """Number of tokens of the prompt."""
     completion: Completion
     """The response on the CPU: token ids, log-probs and versions."""
-    text: str | None
-    """Text of the prompt and the response; None if the prompt was given as token ids."""
+    text: str
+    """Text of the prompt and the response."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,8 +41,8 @@ class Prompt:
     """The prompt of a call, with the token ids that the sampler gets."""
 
     ids: tuple[int, ...]
-    text: str | None
-    """Rendered text; None if the prompt was given as token ids."""
+    text: str
+    """Rendered text."""
     parent: CapturedCall | None = None
     """The call that this prompt continues."""
     begun: int = 0
@@ -81,37 +80,25 @@ class Capture:
         with self._lock:
             return len(self._calls)
 
-    def prompt(self, renderer: Renderer, text: str, *, start: Sequence[int] = ()) -> Prompt:
+    def prompt(self, renderer: Renderer, text: str) -> Prompt:
         """Tokenize a prompt. Keeps the token ids of the longest earlier call that its text starts with.
 
         Args:
             renderer: the tokenizer.
             text: rendered prompt, including special tokens.
-            start: token ids to put before a prompt that continues no call.
 
         Raises:
             ValueError: the tokenizer cannot encode the text.
         """
         with self._lock:
-            known = [call for call in self._calls if call.text is not None and text.startswith(call.text)]
+            known = [call for call in self._calls if text.startswith(call.text)]
         for parent in sorted(known, key=lambda call: len(call.ids), reverse=True):
-            assert parent.text is not None
             behind = text[len(parent.text) :]
             new = renderer.encode(behind, before=parent.ids)
             # a tokenizer that changes a text, for example to normal form, gives other ids than those of the whole
             if renderer.decode(new, before=parent.ids) == behind:
                 return Prompt((*parent.ids, *new), text, parent)
-        # A rendered prompt may contain the start tokens already; a second one would be off the model's distribution.
-        ids = tuple(renderer.encode(text))
-        first = tuple(start)
-        return Prompt(ids if ids[: len(first)] == first else (*first, *ids), text)
-
-    def prompt_of_ids(self, ids: Sequence[int]) -> Prompt:
-        """Return a prompt that is given as token ids, which continues the longest earlier call that it starts with."""
-        given = tuple(ids)
-        with self._lock:
-            known = [call for call in self._calls if given[: len(call.ids)] == call.ids]
-        return Prompt(given, None, max(known, key=lambda call: len(call.ids), default=None))
+        return Prompt(tuple(renderer.encode(text)), text)
 
     def add(self, renderer: Renderer, prompt: Prompt, completion: Completion) -> CapturedCall:
         """Store a response.
@@ -122,7 +109,7 @@ class Capture:
             completion: the response, with at least one token.
         """
         sampled = tuple(completion.ids.tolist())
-        text = None if prompt.text is None else prompt.text + renderer.decode(sampled, before=prompt.ids)
+        text = prompt.text + renderer.decode(sampled, before=prompt.ids)
         on_cpu = Completion(
             completion.ids.cpu(),
             completion.logprobs.cpu(),

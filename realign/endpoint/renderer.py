@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -147,12 +147,6 @@ class Renderer:
         except TypeError as error:  # a lone surrogate, which JSON may contain
             raise ValueError(f"the tokenizer cannot encode the text: {error}") from error
 
-    def start_tokens(self) -> list[int]:
-        """Return the special tokens that the tokenizer adds before a plain text; none if it cannot be determined."""
-        with self._lock, suppress(DataError):
-            return self._tokens.start()
-        return []
-
     def decode(self, ids: Sequence[int], *, before: Sequence[int] = (), special: bool = True) -> str:
         """Return the text of token ids.
 
@@ -164,10 +158,10 @@ class Renderer:
         with self._lock:
             return self._tokens.decode(ids, before, special=special)
 
-    def texts(self, ids: Iterable[int], *, special: bool = True) -> list[str]:
-        """Return the text of each token, as it is within a text; see `decode`."""
+    def text_of(self, id: int) -> str:
+        """Return the text of a token, as it is within a text."""
         with self._lock:
-            return self._tokens.texts(ids, special=special)
+            return self._tokens.texts([id])[0]
 
     def reader(self, prompt: str | Sequence[int], tools: Sequence[Mapping[str, Any]] | None) -> ResponseReader | None:
         """Return a parser of a response; None if the tokenizer has no response template.

@@ -55,15 +55,14 @@ MOST_TOP = 20
 GREEDY_BELOW = 0.01
 """Temperatures below this value select the most likely token."""
 
-_SHARED = ("model", "n", "stop", "max_tokens", "temperature", "top_p", "seed", "stream", "stream_options", "logprobs")
-_EXTRA = ("return_token_ids",)
-_TOOLS = ("tools", "tool_choice", "parallel_tool_calls")
-CHAT = frozenset(
-    (*_SHARED, *_EXTRA, *_TOOLS, "messages", "max_completion_tokens", "chat_template_kwargs", "top_logprobs")
+SUPPORTED = frozenset(
+    (
+        *("model", "messages", "n", "stop", "max_tokens", "max_completion_tokens", "temperature", "top_p", "seed"),
+        *("stream", "stream_options", "logprobs", "top_logprobs", "tools", "tool_choice", "parallel_tool_calls"),
+        *("chat_template_kwargs", "return_token_ids"),
+    )
 )
-"""Supported parameters of chat completions."""
-COMPLETIONS = frozenset((*_SHARED, *_EXTRA, "prompt", "echo"))
-"""Supported parameters of completions."""
+"""Supported parameters."""
 
 _ANY = object()
 WITHOUT_EFFECT: Mapping[str, tuple[Any, ...]] = MappingProxyType(
@@ -77,13 +76,9 @@ WITHOUT_EFFECT: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "frequency_penalty": (0,),
         "presence_penalty": (0,),
         "logit_bias": ({},),
-        "top_logprobs": (0,),
         "modalities": (["text"],),
         "response_format": ({"type": "text"},),
         "functions": ([],),
-        "echo": (False,),
-        "best_of": (1,),
-        "suffix": ("",),
     }
 )
 """Parameters that are not supported, with the values that have no effect and are therefore accepted."""
@@ -91,7 +86,7 @@ WITHOUT_EFFECT: Mapping[str, tuple[Any, ...]] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Parameters:
-    """Validated parameters that chat completions and completions share."""
+    """Validated parameters of sampling and of the response."""
 
     n: int = 1
     stop: tuple[str, ...] = ()
@@ -104,16 +99,9 @@ class Parameters:
     logprobs: bool = False
     top_logprobs: int = 0
     """Number of most likely tokens per position in the log-probs."""
-    echo: bool = False
-    """Whether the response contains the prompt, and its log-probs with `logprobs`."""
     return_token_ids: bool = False
     parallel_tool_calls: bool = True
     """Whether a response may have several tool calls; otherwise only its first one is returned."""
-
-    @property
-    def scores(self) -> bool:
-        """Whether the log-probs need a `Scorer`, since the sampler reports only those of sampled tokens."""
-        return self.logprobs and (self.echo or self.top_logprobs > 0)
 
     def config(self, defaults: GenerationConfig, room: int, *, fixed: bool) -> GenerationConfig:
         """Return the sampling parameters of one response.
@@ -160,42 +148,38 @@ class Parameters:
         return names if self.seed is None else [*names, f"seed={self.seed}"]
 
 
-def read_parameters(body: Mapping[str, Any], supported: frozenset[str]) -> Parameters:
+def read_parameters(body: Mapping[str, Any]) -> Parameters:
     """Validate the parameters of a request.
 
     Args:
         body: the request; parameters with the value null count as missing.
-        supported: `CHAT` or `COMPLETIONS`.
 
     Raises:
         ApiError: a parameter is not supported, or its value is invalid.
     """
     given = {name: value for name, value in body.items() if value is not None}
     for name, value in given.items():
-        if name not in supported:
+        if name not in SUPPORTED:
             _check_neutral(name, value)
-    chat = supported is CHAT
-    longest = given.get("max_completion_tokens", given.get("max_tokens")) if chat else given.get("max_tokens")
     options = _checked(given, "stream_options", {}, _is(dict), "expected an object")
     if unknown := sorted(set(options) - {"include_usage", "include_obfuscation"}):
         raise unsupported(f"stream_options.{unknown[0]}")
-    named = "max_completion_tokens" if chat and "max_completion_tokens" in given else "max_tokens"
-    echo = not chat and _checked(given, "echo", False, _is(bool), "expected true or false")
-    least = 0 if echo else 1  # without new tokens, a response is its prompt
+    longest = "max_completion_tokens" if "max_completion_tokens" in given else "max_tokens"
+    logprobs = _checked(given, "logprobs", False, _is(bool), "expected true or false")
+    top = _checked(given, "top_logprobs", 0, _integer(0, MOST_TOP), f"expected an integer from 0 to {MOST_TOP}")
+    if top and not logprobs:
+        raise invalid("top_logprobs", "requires logprobs=true")
     return Parameters(
         n=_checked(given, "n", 1, _integer(1, MOST_CHOICES), f"expected an integer from 1 to {MOST_CHOICES}"),
         stop=_stops(given.get("stop")),
-        max_tokens=_checked(
-            {named: longest}, named, None, _integer(least, 2**31), f"expected an integer of at least {least}"
-        ),
+        max_tokens=_checked(given, longest, None, _integer(1, 2**31), "expected an integer of at least 1"),
         temperature=_checked(given, "temperature", None, _number(0, 2), "expected a number from 0 to 2"),
         top_p=_checked(given, "top_p", None, _number(1e-9, 1), "expected a number above 0 and at most 1"),
         seed=_checked(given, "seed", None, _integer(-(2**63), 2**63), "expected an integer of 64 bits"),
         stream=_checked(given, "stream", False, _is(bool), "expected true or false"),
         include_usage=bool(options.get("include_usage")),
-        logprobs=_has_logprobs(given, chat),
-        top_logprobs=_top_logprobs(given, chat),
-        echo=echo,
+        logprobs=logprobs,
+        top_logprobs=top,
         return_token_ids=_checked(given, "return_token_ids", False, _is(bool), "expected true or false"),
         parallel_tool_calls=_checked(given, "parallel_tool_calls", True, _is(bool), "expected true or false"),
     )
@@ -237,27 +221,6 @@ def _stops(given: Any) -> tuple[str, ...]:
     if not right:
         raise invalid("stop", f"expected a text, or a list of at most {MOST_STOPS} texts that are not empty")
     return tuple(stops)
-
-
-def _has_logprobs(given: Mapping[str, Any], chat: bool) -> bool:
-    """Return whether the response contains log-probs: `logprobs` of chat is a bool, that of completions a number."""
-    value = given.get("logprobs", False)
-    if chat or isinstance(value, bool):
-        return bool(_checked(given, "logprobs", False, _is(bool), "expected true or false"))
-    return True
-
-
-def _top_logprobs(given: Mapping[str, Any], chat: bool) -> int:
-    """Return the number of most likely tokens per position."""
-    name = "top_logprobs" if chat else "logprobs"
-    if isinstance(given.get(name), bool):
-        if chat:
-            raise invalid(name, f"expected an integer from 0 to {MOST_TOP}")
-        return 0
-    top: int = _checked(given, name, 0, _integer(0, MOST_TOP), f"expected an integer from 0 to {MOST_TOP}")
-    if chat and top and not given.get("logprobs"):
-        raise invalid(name, "requires logprobs=true")
-    return top
 
 
 _MOST_VALUES, _MOST_CONTAINERS = 1_000_000, 200_000

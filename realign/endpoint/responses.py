@@ -7,7 +7,6 @@ import secrets
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any
 
 from realign.api.environment import ToolCall
@@ -106,7 +105,7 @@ class ResponseChoice:
     stopped: bool = False
     """Whether a stop string ended the response; the content ends before it."""
     scores: TokenScores | None = None
-    """Scores of the tokens of the prompt and the response; None if the request needs none."""
+    """Scores of the tokens of the response; None without `top_logprobs`."""
 
     @property
     def finish_reason(self) -> str:
@@ -121,7 +120,6 @@ class ResponseWriter:
     """Builds the objects of one request."""
 
     model: str
-    chat: bool
     parameters: Parameters
     renderer: Renderer
     id: str = field(default_factory=lambda: secrets.token_hex(12))
@@ -130,18 +128,14 @@ class ResponseWriter:
     def whole(self, choices: Sequence[ResponseChoice]) -> dict[str, Any]:
         """Return the response to a request without streaming."""
         entries = [self._choice(choice) for choice in choices]
-        return self._object("chat.completion" if self.chat else "text_completion", entries) | {"usage": usage(choices)}
+        return self._object("chat.completion", entries) | {"usage": usage(choices)}
 
-    def opening(self, index: int, prompt: Prompt) -> dict[str, Any] | None:
-        """Return the first chunk of a streamed choice; None if the format has none."""
-        if self.chat:
-            return self._chunk(index, {"role": "assistant", "content": ""})
-        return self._chunk(index, self._echoed(prompt)) if self.parameters.echo else None
+    def opening(self, index: int) -> dict[str, Any]:
+        """Return the first chunk of a streamed choice."""
+        return self._chunk(index, {"role": "assistant", "content": ""})
 
     def delta(self, index: int, prompt: Prompt, part: Delta) -> dict[str, Any]:
         """Return a chunk with a further part of a response."""
-        if not self.chat:
-            return self._chunk(index, part.content)
         if part.reasoning:
             return self._chunk(index, {"reasoning_content": part.reasoning})
         if part.call is not None:
@@ -150,106 +144,51 @@ class ResponseWriter:
         return self._chunk(index, {"content": part.content})
 
     def closing(self, choice: ResponseChoice) -> dict[str, Any]:
-        """Return the last chunk of a streamed choice, with everything except the message or the text."""
-        chunk = self._chunk(choice.index, {} if self.chat else "")
-        chunk["choices"][0] |= {k: v for k, v in self._choice(choice).items() if k not in ("message", "text")}
+        """Return the last chunk of a streamed choice, with everything except the message."""
+        chunk = self._chunk(choice.index, {})
+        chunk["choices"][0] |= {k: v for k, v in self._choice(choice).items() if k != "message"}
         return chunk
 
     def used(self, choices: Sequence[ResponseChoice]) -> dict[str, Any]:
         """Return the chunk with the usage, which follows all choices."""
-        return self._object(self._kind, []) | {"usage": usage(choices)}
-
-    @property
-    def _kind(self) -> str:
-        return "chat.completion.chunk" if self.chat else "text_completion"
+        return self._object("chat.completion.chunk", []) | {"usage": usage(choices)}
 
     def _object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        prefix = "chatcmpl" if self.chat else "cmpl"
         return {
-            "id": f"{prefix}-{self.id}",
+            "id": f"chatcmpl-{self.id}",
             "object": kind,
             "created": self.created,
             "model": self.model,
             "choices": choices,
         }
 
-    def _chunk(self, index: int, delta: Any) -> dict[str, Any]:
-        choice = {"index": index, "delta" if self.chat else "text": delta, "finish_reason": None, "logprobs": None}
-        return self._object(self._kind, [choice])
+    def _chunk(self, index: int, delta: dict[str, Any]) -> dict[str, Any]:
+        choice = {"index": index, "delta": delta, "finish_reason": None, "logprobs": None}
+        return self._object("chat.completion.chunk", [choice])
 
     def _choice(self, choice: ResponseChoice) -> dict[str, Any]:
         out: dict[str, Any] = {
             "index": choice.index,
             "finish_reason": choice.finish_reason,
             "logprobs": self._logprobs(choice) if self.parameters.logprobs else None,
+            "message": message(choice),
         }
-        if self.chat:
-            out["message"] = message(choice)
-        else:
-            out["text"] = (self._echoed(choice.prompt) if self.parameters.echo else "") + choice.parsed.content
         if self.parameters.return_token_ids:
             out |= {"prompt_token_ids": list(choice.prompt.ids), "token_ids": choice.completion.ids.tolist()}
         return out
 
-    def _echoed(self, prompt: Prompt) -> str:
-        return self.renderer.decode(prompt.ids, special=False) if prompt.text is None else prompt.text
-
     def _logprobs(self, choice: ResponseChoice) -> dict[str, Any]:
-        tokens = self._scored_tokens(choice)
-        if self.chat:
-            return {"content": [token.chat(self.renderer) for token in tokens], "refusal": None}
-        texts = self.renderer.texts(token.id for token in tokens)
-        # The text omits special tokens, so they take no space in the offsets.
-        plain = self.renderer.texts((token.id for token in tokens), special=False)
-        lengths = map(len, plain)
-        return {
-            "tokens": texts,
-            "token_logprobs": [token.logprob for token in tokens],
-            "top_logprobs": [token.by_text(self.renderer) for token in tokens]
-            if self.parameters.top_logprobs
-            else None,
-            "text_offset": list(accumulate(lengths, initial=0))[:-1],
-        }
-
-    def _scored_tokens(self, choice: ResponseChoice) -> list[ScoredToken]:
         ids = choice.completion.ids.tolist()
-        if choice.scores is None:
-            return list(map(ScoredToken, ids, choice.completion.logprobs.tolist()))
-        first = 0 if self.parameters.echo else len(choice.prompt.ids)
-        ids = [*choice.prompt.ids, *ids][first:]
-        return list(map(ScoredToken, ids, choice.scores.logprobs[first:], choice.scores.top[first:]))
+        scores = choice.scores or TokenScores(choice.completion.logprobs.tolist(), [()] * len(ids))
+        tokens = [
+            self._token(*token) | {"top_logprobs": [self._token(*likely) for likely in most_likely]}
+            for *token, most_likely in zip(ids, scores.logprobs, scores.top, strict=True)
+        ]
+        return {"content": tokens, "refusal": None}
 
-
-@dataclass(frozen=True)
-class ScoredToken:
-    """A token with its log-prob."""
-
-    id: int
-    logprob: float | None
-    """Log-prob; None for the first token of a prompt."""
-    top: Sequence[tuple[int, float]] = ()
-    """The most likely token ids with their log-probs."""
-
-    def chat(self, renderer: Renderer) -> dict[str, Any]:
-        """Return the entry in the log-probs of a chat completion."""
-        top = [_named(renderer, *entry) for entry in self.top]
-        return _named(renderer, self.id, self.logprob) | {"top_logprobs": top}
-
-    def by_text(self, renderer: Renderer) -> dict[str, float] | None:
-        """Return log-probs by the text of the token: the most likely tokens, and the token itself."""
-        if self.logprob is None:
-            return None
-        logprobs: dict[str, float] = {}
-        for id, logprob in (*self.top, (self.id, self.logprob)):
-            # Several ids can have one text: the most likely comes first and stays.
-            (text,) = renderer.texts([id])
-            logprobs.setdefault(text, logprob)
-        return logprobs
-
-
-def _named(renderer: Renderer, id: int, logprob: float | None) -> dict[str, Any]:
-    (text,) = renderer.texts([id])
-    return {"token": text, "logprob": logprob, "bytes": list(text.encode(errors="replace"))}
+    def _token(self, id: int, logprob: float) -> dict[str, Any]:
+        text = self.renderer.text_of(id)
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode(errors="replace"))}
 
 
 def message(choice: ResponseChoice) -> dict[str, Any]:
@@ -282,7 +221,7 @@ def tool_call(prompt: Prompt, index: int, number: int, call: ToolCall) -> dict[s
 
 
 def usage(choices: Sequence[ResponseChoice]) -> dict[str, int]:
-    """Return the token counts of a request. Each prompt counts once."""
-    prompt = sum(len(ids) for ids in {id(c.prompt): c.prompt.ids for c in choices}.values())
+    """Return the token counts of a request. Its prompt counts once."""
+    prompt = len(choices[0].prompt.ids)
     sampled = sum(len(choice.completion.ids) for choice in choices)
     return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}

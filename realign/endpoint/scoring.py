@@ -1,4 +1,4 @@
-"""`Scorer`: log-probs of the tokens of a prompt and its response, and the most likely tokens at each position.
+"""`Scorer`: log-probs of the tokens of a response, and the most likely tokens at each position.
 
 Shapes: T tokens, H hidden, V vocabulary, C positions of a chunk.
 """
@@ -21,9 +21,9 @@ _CHUNK = 256
 
 @dataclass(frozen=True, eq=False)
 class TokenScores:
-    """Log-probs under the softmax at a temperature. The first token has none."""
+    """Log-probs of a response under the softmax at a temperature."""
 
-    logprobs: Sequence[float | None]
+    logprobs: Sequence[float]
     """Log-prob of each of T tokens."""
     top: Sequence[Sequence[tuple[int, float]]]
     """The most likely token ids at each of T positions with their log-probs, the most likely one first."""
@@ -36,12 +36,13 @@ class Scorer:
     forward: Forward
     """See `PipelinableEngine.forward`. Can be called from any thread."""
 
-    def score(self, ids: Sequence[int], top: int, temperature: float) -> TokenScores:
-        """Return log-probs of tokens.
+    def score(self, prompt: Sequence[int], response: Sequence[int], top: int, temperature: float) -> TokenScores:
+        """Return log-probs of a response.
 
         Args:
-            ids: T token ids, at least one.
-            top: number of most likely tokens per position.
+            prompt: token ids of the prompt, at least one.
+            response: T token ids.
+            top: number of most likely tokens per position, at least one.
             temperature: divides the logits.
         """
         names = [f"top{place}" for place in range(top)]
@@ -59,9 +60,8 @@ class Scorer:
             values = dict(zip([*names, *(f"{name}_ids" for name in names)], tops, strict=True))
             return part.with_tokens(own=own_T, **values)
 
-        sample = SequenceSample.from_sequences(["scored"], {"input_ids": [[torch.tensor(ids, dtype=torch.int64)]]})
+        ids = torch.tensor([*prompt, *response], dtype=torch.int64)
+        sample = SequenceSample.from_sequences(["scored"], {"input_ids": [[ids]]})
         out = self.forward(sample, MicroBatchSpec(), scored)
-        logprobs: list[float | None] = [None, *out["own"].tolist()[1:]]
         columns = [zip(out[f"{name}_ids"].tolist(), out[name].tolist(), strict=True) for name in names]
-        per_token = list(zip(*columns, strict=True)) if columns else [()] * len(ids)
-        return TokenScores(logprobs, [(), *per_token[1:]])
+        return TokenScores(out["own"].tolist()[len(prompt) :], list(zip(*columns, strict=True))[len(prompt) :])

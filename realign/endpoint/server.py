@@ -57,7 +57,7 @@ class Endpoint:
         self.sessions = sessions
         self._socket = _listening(host, port)
         self._host, self._port = host, self._socket.getsockname()[1]
-        self._caller = Caller(limits)
+        self._caller = Caller()
         self._server = _server(application(sessions, self._caller, limits, model), limits)
         self._thread: threading.Thread | None = None
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from realign.api.generation import GenerationConfig
-from realign.api.sampler import Completion, FutureHandle, Handle, Request, Sampler, Tokens
+from realign.api.sampler import Completion, Handle, Request, Sampler
 from realign.api.seeds import derive_seed
 from realign.endpoint.capture import Capture, CapturedCall, Prompt
 from realign.endpoint.renderer import Renderer
@@ -39,7 +39,7 @@ class ServedPolicy:
     fixed_sampling: bool = False
     """Whether `temperature`, `top_p` and `seed` of requests are ignored, as training on the samples requires."""
     scorer: Scorer | None = None
-    """Scores prompts and other tokens than the sampled ones; None: requests cannot ask for their log-probs."""
+    """Scores other tokens than the sampled ones; None: requests cannot ask for `top_logprobs`."""
 
 
 @dataclass(eq=False)
@@ -110,8 +110,6 @@ class Session:
                 cannot serve the request.
         """
         config = self._config(prompt, parameters)
-        if parameters.max_tokens == 0:
-            return [_without_tokens(prompt, config) for _ in range(parameters.n)]
         with self._lock:
             if self._closed:
                 raise closed()
@@ -167,11 +165,10 @@ class Session:
         with self._lock:
             if self._closed:
                 raise closed()
-            sampled = [completion for completion in completions if len(completion.ids)]
-            return [capture.add(self.backend.renderer, prompt, completion) for completion in sampled]
+            return [capture.add(self.backend.renderer, prompt, completion) for completion in completions]
 
-    def score(self, ids: Sequence[int], parameters: Parameters) -> TokenScores:
-        """Return the log-probs of the tokens of a prompt and its response.
+    def score(self, prompt: Prompt, response: Sequence[int], parameters: Parameters) -> TokenScores:
+        """Return the log-probs of the tokens of a response, and the most likely tokens.
 
         Raises:
             ApiError: the scorer failed.
@@ -180,7 +177,7 @@ class Session:
         temperature = parameters.scoring_temperature(self.backend.generation)
         top = min(parameters.top_logprobs, len(self.backend.renderer.tokenizer))
         try:
-            return self.backend.scorer.score(ids, top, temperature)
+            return self.backend.scorer.score(prompt.ids, response, top, temperature)
         except RuntimeError as error:
             raise self.failed(error) from error
 
@@ -214,14 +211,13 @@ class Session:
             raise ApiError(400, "The prompt has no tokens.", code="empty_prompt")
         most = backend.generation.max_new_tokens
         room = most if backend.max_sequence_tokens is None else backend.max_sequence_tokens - len(prompt.ids)
-        if room < (0 if parameters.max_tokens == 0 else 1):
+        if room < 1:
             raise _too_long(len(prompt.ids), backend.max_sequence_tokens)
-        if parameters.scores and backend.scorer is None:
-            name = "echo" if parameters.echo else "top_logprobs"
-            raise unsupported(name, f"log-probs with '{name}' are not supported during training")
+        if parameters.top_logprobs and backend.scorer is None:
+            raise unsupported("top_logprobs", "'top_logprobs' is not supported during training")
         if parameters.stop and not backend.sampler.capabilities().stop_strings:
             raise unsupported("stop", "'stop' is not supported by this sampler")
-        return parameters.config(backend.generation, max(1, room), fixed=backend.fixed_sampling)
+        return parameters.config(backend.generation, room, fixed=backend.fixed_sampling)
 
 
 class Sessions:
@@ -280,15 +276,6 @@ class Sessions:
         with self._lock:
             self._single += 1
             return Session(self.main, f"call{self._single}", self._seed, logs_errors=True)
-
-
-def _without_tokens(prompt: Prompt, config: GenerationConfig) -> Handle:
-    """Return a finished response without tokens, for a request that only asks for its prompt."""
-    ids_P = torch.tensor(prompt.ids, dtype=torch.int64)
-    handle = FutureHandle(Request("prompt", 0, ids_P, config, 0))
-    none = Tokens.none(ids_P)
-    handle.future.set_result(Completion(none.ids, none.logprobs, none.versions, truncated=True))
-    return handle
 
 
 def _too_long(tokens: int | str, most: int | None) -> ApiError:

@@ -12,12 +12,15 @@ import pytest
 from realign.cli import commands as cli
 from realign.cli.serve import KEY_VARIABLE, serve_of
 from realign.config.errors import ConfigError
+from tests.endpoint.scripted import tokenizer, user
 from tests.tiny import save_tiny
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> str:
-    return str(save_tiny(tmp_path_factory.mktemp("serve") / "model"))
+    path = save_tiny(tmp_path_factory.mktemp("serve") / "model")
+    tokenizer().save_pretrained(path)
+    return str(path)
 
 
 def test_settings_become_fields(folder):
@@ -41,9 +44,9 @@ def test_the_endpoint_of_a_model_answers_within_its_context_window(folder):
         endpoint.start()
         with openai.OpenAI(base_url=f"{endpoint.url}/v1", api_key="k", max_retries=0) as client:
             assert client.models.list().data[0].id == "mine"
-            out = client.completions.create(model="mine", prompt="ab", seed=1)
+            out = client.chat.completions.create(model="mine", messages=user("ab"), seed=1)
             assert out.usage.total_tokens <= 128
-            assert out == client.completions.create(model="mine", prompt="ab", seed=1).model_copy(
+            assert out == client.chat.completions.create(model="mine", messages=user("ab"), seed=1).model_copy(
                 update={"id": out.id, "created": out.created}
             )
 
@@ -73,7 +76,7 @@ def test_the_command_serves_until_an_interrupt(folder):
         found = re.search(r"at (http://127\.0\.0\.1:\d+/v1)", run.stdout.readline())
         assert found is not None
         with openai.OpenAI(base_url=found[1], api_key="a-key", max_retries=2) as client:
-            assert client.completions.create(model="m", prompt="ab", max_tokens=3).choices
+            assert client.chat.completions.create(model="m", messages=user("ab"), max_tokens=3).choices
         run.send_signal(signal.SIGINT)
         out, err = run.communicate(timeout=120)
     assert (run.returncode, "Traceback" in err) == (130, False), err

@@ -87,7 +87,14 @@ TEMPLATE = (
     "{% if tools %}{{ tools[0].function.name }}:{% endif %}"
     "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}<pad>{% endif %}{% endfor %}"
 )
-HELLO = [{"role": "user", "content": "hello"}]
+
+
+def user(text: str) -> list[dict[str, str]]:
+    """Return the messages of a question."""
+    return [{"role": "user", "content": text}]
+
+
+HELLO = user("hello")
 CONFIG = GenerationConfig(max_new_tokens=12)
 
 

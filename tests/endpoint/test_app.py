@@ -24,9 +24,11 @@ from realign.endpoint import Endpoint, EndpointLimits, Renderer, ServedPolicy, S
 from realign.endpoint.requests import read_json
 from realign.endpoint.server import SPARE
 from realign.engines.sampling.background import StreamingEngine
-from tests.endpoint.scripted import CONFIG, HELLO, KEY, letters, served
+from tests.endpoint.scripted import CONFIG, HELLO, KEY, letters, served, user
 from tests.samplers import TableSampler
 from tests.tiny import tiny_engine, tiny_tokenizer
+
+CHAT, X = "/v1/chat/completions", json.dumps({"messages": user("x")}).encode()
 
 
 @pytest.fixture(scope="module")
@@ -86,18 +88,6 @@ def test_a_chat_completion_has_text_log_probs_and_usage(client):
     assert out.usage.completion_tokens == sum(len(choice.logprobs.content) for choice in out.choices)
 
 
-def test_a_completion_takes_texts_and_token_ids(client):
-    ids = tiny_tokenizer()("hello", add_special_tokens=False)["input_ids"]
-    extra = {"return_token_ids": True}
-    for prompt, choices in (("hello", 1), (["hello", "you"], 2), (ids, 1), ([ids, ids], 2)):
-        out = client.completions.create(model="tiny", prompt=prompt, seed=5, logprobs=0, extra_body=extra)
-        assert len(out.choices) == choices
-        assert out.choices[0].prompt_token_ids == ids
-        found = out.choices[0]
-        assert "".join(found.logprobs.tokens) == tiny_tokenizer().decode(found.token_ids)
-        assert found.text == tiny_tokenizer().decode(found.token_ids, skip_special_tokens=True)
-
-
 def test_equal_seeds_give_equal_responses_and_missing_seeds_different_ones(client):
     def said(**options) -> str:
         return client.chat.completions.create(model="tiny", messages=HELLO, **options).choices[0].message.content
@@ -114,26 +104,19 @@ def test_temperature_zero_is_greedy(client):
     assert len(said) == 1
 
 
-@pytest.mark.parametrize("chat", [True, False])
-def test_a_stream_has_the_text_of_the_response_without_streaming(client, chat):
-    ask = {"model": "tiny", "seed": 7, "n": 2, "extra_body": {"return_token_ids": True}}
-    if chat:
-        whole = client.chat.completions.create(messages=HELLO, **ask)
-        stream = client.chat.completions.create(
-            messages=HELLO, stream=True, stream_options={"include_usage": True}, **ask
-        )
-    else:
-        whole = client.completions.create(prompt="hello", **ask)
-        stream = client.completions.create(prompt="hello", stream=True, stream_options={"include_usage": True}, **ask)
+def test_a_stream_has_the_text_of_the_response_without_streaming(client):
+    ask = {"model": "tiny", "messages": HELLO, "seed": 7, "n": 2, "extra_body": {"return_token_ids": True}}
+    whole = client.chat.completions.create(**ask)
+    stream = client.chat.completions.create(stream=True, stream_options={"include_usage": True}, **ask)
     texts, reasons, ids, usage = {0: "", 1: ""}, {}, {}, None
     for chunk in stream:
         usage = chunk.usage or usage
         for choice in chunk.choices:
-            texts[choice.index] += (choice.delta.content or "") if chat else choice.text
+            texts[choice.index] += choice.delta.content or ""
             if choice.finish_reason:
                 reasons[choice.index], ids[choice.index] = choice.finish_reason, choice.token_ids
     for choice in whole.choices:
-        assert texts[choice.index] == (choice.message.content if chat else choice.text)
+        assert texts[choice.index] == choice.message.content
         assert reasons[choice.index] == choice.finish_reason
         assert ids[choice.index] == choice.token_ids
     assert usage == whole.usage
@@ -165,13 +148,14 @@ def test_tools_reach_the_template(client):
 def test_stop_strings_end_a_response_and_are_not_part_of_its_text():
     with closing(StreamingEngine("actor", tiny_engine())) as sampler, served(sampler) as (endpoint, _):
         client = OpenAI(base_url=f"{endpoint.url}/v1", api_key=KEY, max_retries=0)
-        whole = client.completions.create(model="tiny", prompt="hello", seed=1).choices[0].text
+        ask = {"model": "tiny", "messages": HELLO, "seed": 1}
+        whole = client.chat.completions.create(**ask).choices[0].message.content
         stop = whole[3:5]
-        out = client.completions.create(model="tiny", prompt="hello", seed=1, stop=stop).choices[0]
-        assert out.text == whole[: whole.index(stop)]
+        out = client.chat.completions.create(**ask, stop=stop).choices[0]
+        assert out.message.content == whole[: whole.index(stop)]
         assert out.finish_reason == "stop"
-        parts = client.completions.create(model="tiny", prompt="hello", seed=1, stop=[stop], stream=True)
-        assert "".join(part.choices[0].text for part in parts) == out.text
+        parts = client.chat.completions.create(**ask, stop=[stop], stream=True)
+        assert "".join(part.choices[0].delta.content or "" for part in parts) == out.message.content
 
 
 # --- invalid requests ---
@@ -243,33 +227,25 @@ def test_parameters_without_effect_are_accepted(client):
     ],
 )
 def test_a_malformed_request_is_a_client_error_and_the_endpoint_continues(endpoint, client, body):
-    out = post(endpoint, "/v1/chat/completions", body)
+    out = post(endpoint, CHAT, body)
     assert out.status_code == 400, out.text
     assert out.json()["error"]["type"] == "invalid_request_error"
-    assert client.completions.create(model="tiny", prompt="x").choices
-
-
-@pytest.mark.parametrize("prompt", [None, 5, [], [[]], ["a", 5], [999], [-1], [True], {"a": 1}])
-def test_a_malformed_prompt_is_a_client_error(endpoint, prompt):
-    assert post(endpoint, "/v1/completions", json.dumps({"prompt": prompt}).encode()).status_code == 400
+    assert client.chat.completions.create(model="tiny", messages=user("x")).choices
 
 
 def test_unknown_paths_and_methods_are_errors_in_the_format_of_the_api(endpoint):
-    for out in (post(endpoint, "/v1/embeddings", b"{}"), httpx2.get(f"{endpoint.url}/v1/chat/completions")):
+    for out in (post(endpoint, "/v1/completions", b"{}"), httpx2.get(f"{endpoint.url}/v1/chat/completions")):
         assert out.status_code in (404, 405)
         assert out.json()["error"]["code"] == "not_found"
 
 
-def test_a_model_without_a_chat_template_serves_completions_only():
+def test_a_model_without_a_chat_template_is_a_client_error():
     sampler = TableSampler(letters())
     with closing(sampler):
         sessions = Sessions(ServedPolicy(sampler, Renderer(tiny_tokenizer()), CONFIG), KEY)
         with closing(Endpoint(sessions, EndpointLimits(), model="tiny")) as endpoint:
             endpoint.start()
-            with OpenAI(base_url=f"{endpoint.url}/v1", api_key=KEY, max_retries=0) as client:
-                with pytest.raises(openai.BadRequestError, match="no chat template"):
-                    client.chat.completions.create(model="tiny", messages=HELLO)
-                assert client.completions.create(model="tiny", prompt="x").choices
+            assert post(endpoint, CHAT, X).json()["error"]["code"] == "no_chat_template"
 
 
 class Counting:
@@ -289,24 +265,15 @@ class Counting:
         return self.tokenizer(text, **options)
 
 
-@pytest.mark.parametrize("path", ["completions", "chat/completions"])
 @pytest.mark.parametrize(("characters", "least"), [(10_000_000, 0), (600_000, 1)])
-def test_a_long_prompt_is_refused_before_all_of_it_is_tokenized(path, characters, least):
-    text = "1+" * (characters // 2)
-    body = {"prompt": text} if path == "completions" else {"messages": [{"role": "user", "content": text}]}
+def test_a_long_prompt_is_refused_before_all_of_it_is_tokenized(characters, least):
+    body = {"messages": user("1+" * (characters // 2))}
     with served() as (endpoint, _):
         renderer = endpoint.sessions.main.renderer
         renderer.tokenizer = Counting(renderer.tokenizer)
-        out = post(endpoint, f"/v1/{path}", json.dumps(body).encode())
+        out = post(endpoint, CHAT, json.dumps(body).encode())
         assert (out.status_code, out.json()["error"]["code"]) == (400, "context_length_exceeded")
         assert least <= renderer.tokenizer.longest < 10_000
-
-
-@pytest.mark.parametrize(("prompts", "n"), [(513, 1), (5, 128), (3000, 128)])
-def test_a_request_with_too_many_responses_is_refused(endpoint, prompts, n):
-    out = post(endpoint, "/v1/completions", json.dumps({"prompt": ["a"] * prompts, "n": n}).encode())
-    assert (out.status_code, out.json()["error"]["param"]) == (400, "prompt")
-    assert "at most 512 responses" in out.json()["error"]["message"]
 
 
 SETTINGS = (
@@ -339,7 +306,7 @@ def test_a_session_with_a_slow_prompt_does_not_delay_others():
         slow_session, other = opened(endpoint, "slow/0"), opened(endpoint, "other/0")
         ask = {"model": "tiny", "extra_body": {"return_token_ids": True}}
         with client_of(endpoint, slow_session) as first, client_of(endpoint, other) as second:
-            call = threads.submit(first.chat.completions.create, messages=[{"role": "user", "content": "slow"}], **ask)
+            call = threads.submit(first.chat.completions.create, messages=user("slow"), **ask)
             wait_until(slow_session.preparing.locked)
             later = threads.submit(first.chat.completions.create, messages=HELLO, **ask)  # keeps its place
             assert second.chat.completions.create(messages=HELLO, **ask).choices
@@ -350,40 +317,40 @@ def test_a_session_with_a_slow_prompt_does_not_delay_others():
         assert sorted(len(call.ids[: call.prompt_tokens]) for call in slow_session.capture.calls()) == [4, 5]
 
 
-def test_the_prompts_of_a_client_that_left_are_not_submitted():
+def test_the_prompt_of_a_client_that_left_is_not_submitted():
     sampler = TableSampler(letters())
-    submit, release, submitted = sampler.submit, threading.Event(), []
-
-    def waiting(request):
-        submitted.append(request)
-        assert release.wait(60)
-        return submit(request)
-
-    sampler.submit = waiting
     with served(sampler, max_concurrent=1) as (endpoint, _):
-        session = opened(endpoint)
-        body = json.dumps({"model": "tiny", "prompt": ["hello"] * 50}).encode()
+        session, release, rendering = opened(endpoint), threading.Event(), threading.Event()
+        renderer = endpoint.sessions.main.renderer
+        render = renderer.render
+
+        def waiting(*args, **options):
+            rendering.set()
+            assert release.wait(60)
+            return render(*args, **options)
+
+        renderer.render = waiting
         host, path = endpoint.base_url(session).removeprefix("http://").split("/", 1)
-        head = f"POST /{path}/completions HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer {session.key}\r\n"
+        head = f"POST /{path}/chat/completions HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer {session.key}\r\n"
         with socket.create_connection(host.split(":")) as left:
-            left.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-            wait_until(lambda: submitted)
-        wait_until(lambda: post(endpoint, "/v1/completions", b"{").status_code == 400)  # not 429: the request ended
+            left.sendall(f"{head}Content-Length: {len(X)}\r\n\r\n".encode() + X)
+            assert rendering.wait(60)
+        wait_until(lambda: post(endpoint, CHAT, b"{").status_code == 400)  # not 429: the request ended
         release.set()
-        wait_until(lambda: not session.preparing.locked() and not sampler.active)
-        assert len(submitted) == 1
+        wait_until(lambda: not session.preparing.locked())
+        assert (session.started, sampler.active) == (0, [])
         with client_of(endpoint, session) as client:
-            assert client.completions.create(model="tiny", prompt="hello").choices
+            assert client.chat.completions.create(model="tiny", messages=HELLO).choices
 
 
 def test_names_and_arguments_that_no_text_can_be_are_client_errors(endpoint):
-    out = post(endpoint, "/v1/completions", b'{"prompt": "x", "\\ud800": 1}')
+    out = post(endpoint, CHAT, X.replace(b"{", b'{"\\ud800": 1, ', 1))
     assert (out.status_code, out.json()["error"]["code"]) == (400, "unsupported_parameter")
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "[" * 100_000}}
     messages = [*HELLO, {"role": "assistant", "content": "", "tool_calls": [call]}]
-    assert post(endpoint, "/v1/chat/completions", json.dumps({"messages": messages}).encode()).status_code == 200
+    assert post(endpoint, CHAT, json.dumps({"messages": messages}).encode()).status_code == 200
     many = [{"type": "function", "function": {"name": f"f{i}"}} for i in range(129)]
-    out = post(endpoint, "/v1/chat/completions", json.dumps({"messages": HELLO, "tools": many}).encode())
+    out = post(endpoint, CHAT, json.dumps({"messages": HELLO, "tools": many}).encode())
     assert (out.status_code, out.json()["error"]["param"]) == (400, "tools")
 
 
@@ -415,7 +382,7 @@ def test_the_key_of_a_session_opens_no_other_session_and_the_main_key_opens_none
 def test_the_key_alone_selects_a_session_and_its_calls_are_captured(endpoint):
     session = opened(endpoint)
     with OpenAI(base_url=f"{endpoint.url}/v1", api_key=session.key, max_retries=0) as client:
-        client.completions.create(model="tiny", prompt="hello")
+        client.chat.completions.create(model="tiny", messages=HELLO)
     endpoint.sessions.close(session)
     assert len(session.capture) == 1
 
@@ -423,10 +390,10 @@ def test_the_key_alone_selects_a_session_and_its_calls_are_captured(endpoint):
 def test_a_closed_session_rejects_calls(endpoint):
     session = opened(endpoint)
     with client_of(endpoint, session) as client:
-        client.completions.create(model="tiny", prompt="hello")
+        client.chat.completions.create(model="tiny", messages=HELLO)
         endpoint.sessions.close(session)
         with pytest.raises(openai.AuthenticationError):
-            client.completions.create(model="tiny", prompt="hello")
+            client.chat.completions.create(model="tiny", messages=HELLO)
     assert len(session.capture) == 1
 
 
@@ -435,7 +402,7 @@ def test_closing_a_session_cancels_its_unfinished_calls():
     with served(config=config, limit=None) as (endpoint, sampler), ThreadPoolExecutor() as threads:
         session = opened(endpoint)
         with client_of(endpoint, session) as client:
-            call = threads.submit(client.completions.create, model="tiny", prompt="hello")
+            call = threads.submit(client.chat.completions.create, model="tiny", messages=HELLO)
             wait_until(lambda: sampler.active)
             endpoint.sessions.close(session)
             with pytest.raises(openai.ConflictError, match="session has ended"):
@@ -465,16 +432,16 @@ def test_a_body_that_is_too_large_is_rejected_and_the_endpoint_continues():
         client = OpenAI(base_url=f"{endpoint.url}/v1", api_key=KEY, max_retries=0)
         for size in (20_000, 60_000):
             with pytest.raises(openai.APIStatusError) as raised:
-                client.completions.create(model="tiny", prompt="x" * size)
+                client.chat.completions.create(model="tiny", messages=user("x" * size))
             assert (raised.value.status_code, raised.value.code) == (413, "body_too_large")
-        assert client.completions.create(model="tiny", prompt="x").choices
+        assert client.chat.completions.create(model="tiny", messages=user("x")).choices
 
 
 @pytest.mark.parametrize("value", [b"1", b"[]", b"{}", b'""', b'{"a":1}', b'","', b'"[[["'])
 def test_a_body_of_too_many_values_is_rejected_before_it_is_parsed(endpoint, value):
     """While Python parses JSON, no other request is answered."""
-    body = b'{"prompt": [' + b",".join([value] * 1_000_002) + b"]}"
-    out = post(endpoint, "/v1/completions", body)
+    body = b'{"messages": [' + b",".join([value] * 1_000_002) + b"]}"
+    out = post(endpoint, CHAT, body)
     assert (out.status_code, out.json()["error"]["code"]) == (413, "body_too_large")
 
 
@@ -488,7 +455,7 @@ def test_the_endpoint_answers_while_a_body_is_read(monkeypatch):
 
     monkeypatch.setattr(caller, "read_json", waits)
     with served() as (endpoint, _), ThreadPoolExecutor(1) as threads:
-        out = threads.submit(post, endpoint, "/v1/completions", b'{"prompt": "x"}')
+        out = threads.submit(post, endpoint, CHAT, X)
         reading.wait(60)
         assert httpx2.get(f"{endpoint.url}/health", timeout=60).status_code == 200
         answered.set()
@@ -496,7 +463,7 @@ def test_the_endpoint_answers_while_a_body_is_read(monkeypatch):
 
 
 def request_head(length: int) -> bytes:
-    lines = ["POST /v1/completions HTTP/1.1", "Host: x", f"Authorization: Bearer {KEY}", f"Content-Length: {length}"]
+    lines = [f"POST {CHAT} HTTP/1.1", "Host: x", f"Authorization: Bearer {KEY}", f"Content-Length: {length}"]
     return "\r\n".join([*lines, "", ""]).encode()
 
 
@@ -528,7 +495,7 @@ def test_half_open_connections_above_a_limit_are_closed_and_do_not_delay_others(
             held[-1].sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
             assert held[-1].recv(4096)  # answered: from now on it is idle
         with OpenAI(base_url=f"{endpoint.url}/v1", api_key=KEY, max_retries=0) as client:
-            assert client.completions.create(model="tiny", prompt="x").choices
+            assert client.chat.completions.create(model="tiny", messages=user("x")).choices
         assert httpx2.get(f"{endpoint.url}/health").status_code == 200
         for one in held[: 200 - 2 - SPARE]:  # the oldest ones
             with suppress(ConnectionResetError):
@@ -593,7 +560,7 @@ def test_slow_clients_do_not_delay_others():
         for one in slow:
             one.sendall(request_head(100) + b"{")
         with OpenAI(base_url=f"{endpoint.url}/v1", api_key=KEY, max_retries=0) as client:
-            assert client.completions.create(model="tiny", prompt="x").choices
+            assert client.chat.completions.create(model="tiny", messages=user("x")).choices
         for one in slow:
             one.close()
 
@@ -601,7 +568,7 @@ def test_slow_clients_do_not_delay_others():
 def test_a_client_that_does_not_read_its_stream_is_cut_off_at_the_time_limit():
     config = GenerationConfig(max_new_tokens=10_000_000, fixed_length=True)
     with served(config=config, limit=None, timeout_s=2.0) as (endpoint, sampler), connected(endpoint) as slow:
-        body = json.dumps({"prompt": "x", "stream": True}).encode()
+        body = json.dumps({"messages": HELLO, "stream": True}).encode()
         slow.sendall(request_head(len(body)) + body)
         wait_until(lambda: sampler.active)
         wait_until(lambda: not sampler.active)
@@ -610,7 +577,7 @@ def test_a_client_that_does_not_read_its_stream_is_cut_off_at_the_time_limit():
 def test_a_request_that_takes_too_long_is_an_error_and_its_sampling_ends():
     config = GenerationConfig(max_new_tokens=10_000_000, fixed_length=True)
     with served(config=config, limit=None, timeout_s=1.0) as (endpoint, sampler):
-        out = post(endpoint, "/v1/completions", b'{"prompt": "x"}')
+        out = post(endpoint, CHAT, X)
         assert (out.status_code, out.json()["error"]["code"]) == (504, "timeout")
         wait_until(lambda: not sampler.active)
 
@@ -620,9 +587,9 @@ def test_requests_above_the_limit_of_concurrent_ones_are_rejected():
     with served(config=config, limit=None, max_concurrent=2) as (endpoint, sampler):
         waiting = [connected(endpoint) for _ in range(2)]
         for one in waiting:
-            one.sendall(request_head(15) + b'{"prompt": "x"}')
+            one.sendall(request_head(len(X)) + X)
         wait_until(lambda: len(sampler.active) == 2)
-        out = post(endpoint, "/v1/completions", b'{"prompt": "x"}')
+        out = post(endpoint, CHAT, X)
         assert (out.status_code, out.json()["error"]["code"]) == (429, "too_many_requests")
         assert httpx2.get(f"{endpoint.url}/health").status_code == 200
         for one in waiting:
@@ -634,7 +601,7 @@ def test_a_client_that_disconnects_cancels_its_request_and_captures_nothing():
     config = GenerationConfig(max_new_tokens=10_000_000, fixed_length=True)
     with served(config=config, limit=None) as (endpoint, sampler):
         session = opened(endpoint)
-        body = b'{"prompt": "hello", "n": 3}'
+        body = json.dumps({"messages": HELLO, "n": 3}).encode()
         head = request_head(len(body)).replace(KEY.encode(), session.key.encode())
         with connected(endpoint) as leaving:
             leaving.sendall(head + body)
@@ -649,7 +616,7 @@ def test_a_sampler_that_fails_is_a_server_error_and_the_error_is_kept():
         session = opened(endpoint)
         sampler.close()
         with client_of(endpoint, session) as client, pytest.raises(openai.InternalServerError):
-            client.completions.create(model="tiny", prompt="hello")
+            client.chat.completions.create(model="tiny", messages=HELLO)
         assert "the table is closed" in str(session.error)
 
 
@@ -712,7 +679,7 @@ def test_endpoints_end_while_clients_are_waiting():
     before = set(threading.enumerate())
     with served(config=config, limit=None) as (endpoint, sampler):
         one = connected(endpoint)
-        one.sendall(request_head(15) + b'{"prompt": "x"}')
+        one.sendall(request_head(len(X)) + X)
         wait_until(lambda: sampler.active)
         endpoint.close()
         assert one.recv(4096).startswith(b"HTTP/1.1 503")

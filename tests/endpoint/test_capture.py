@@ -108,24 +108,11 @@ def test_a_call_continues_the_longest_earlier_call():
     assert list(longest.ids) == ids("abc")
 
 
-def test_prompts_of_token_ids_continue_calls_with_equal_ids():
-    capture, writer = Capture(), renderer()
-    capture.add(writer, capture.prompt_of_ids(ids("ab")), said(ids("x.")))
-    assert capture.prompt_of_ids(ids("abx.c")).parent is capture.calls()[0]
-    assert capture.prompt_of_ids(ids("abxc")).parent is None
-
-
 def test_text_that_the_tokenizer_would_change_begins_a_new_sequence():
     """The tiny tokenizer has no token for a tilde, so decoding its ids does not restore the text."""
     capture, writer = Capture(), renderer()
     call(capture, writer, "ab", "x.")
     assert capture.prompt(writer, "abx<eos>~").parent is None
-
-
-def test_start_tokens_precede_a_prompt_only_once():
-    capture, writer = Capture(), renderer()
-    assert list(capture.prompt(writer, "ab", start=[1]).ids) == [1, *ids("ab")]
-    assert list(capture.prompt(writer, "<bos>ab", start=[1]).ids) == [1, *ids("ab")]
 
 
 def test_no_token_is_lost_or_duplicated_when_threads_add_calls():

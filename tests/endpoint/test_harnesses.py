@@ -140,23 +140,6 @@ def test_lm_eval_generates_with_the_endpoint(folder, url, model, path, more):
 
 @pytest.mark.server
 @pytest.mark.slow
-def test_lm_eval_scores_choices_by_the_log_probs_of_the_model(folder, url):
-    settings = f"base_url={url}/completions,tokenizer={folder / 'tiny'},tokenizer_backend=huggingface,num_concurrent=4"
-    results, samples = lm_eval(folder, "local-completions", "digits", settings)
-    ids = tiny_tokenizer()(CHOICES, add_special_tokens=False)["input_ids"]
-    right = 0
-    for sample in samples:
-        expected_V = logprobs(folder, sample["doc"]["prompt"])
-        found = [float(one[0][0]) for one in sample["resps"]]
-        assert found == pytest.approx(expected_V[ids].tolist(), abs=1e-3)
-        is_greedy = [one[0][1] in (True, "True") for one in sample["resps"]]
-        assert is_greedy == [i == int(expected_V.argmax()) for i in ids]
-        right += CHOICES[max(range(len(found)), key=found.__getitem__)] == sample["doc"]["answer"]
-    assert results["acc,none"] == pytest.approx(right / len(ROWS))
-
-
-@pytest.mark.server
-@pytest.mark.slow
 def test_inspect_evaluates_the_endpoint(folder, url):
     words = [command("inspect", "inspect-ai openai"), "eval", "inspect_task.py", "--model", "openai-api/realign/tiny"]
     words += ["--max-tokens", "8", "--temperature", "0", "--display", "plain"]

@@ -87,13 +87,3 @@ def test_a_history_without_the_reasoning_of_the_current_question_is_a_further_se
         messages += [called, {"role": "tool", "tool_call_id": called["tool_calls"][0]["id"], "content": "12"}]
         client.chat.completions.create(model="policy", messages=messages, tools=TOOLS)
     assert [sequence.calls for sequence in session.capture.sequences()] == [1, 1]
-
-
-def test_the_text_of_a_completion_is_not_parsed():
-    with (
-        scripted(family_renderer(QWEN3), sampled(QWEN3)) as (endpoint, session, _),
-        OpenAI(base_url=endpoint.base_url(session), api_key=session.key, max_retries=0) as client,
-    ):
-        out = client.completions.create(model="policy", prompt="What is 3 times 4?").choices[0]
-    assert out.text == QWEN3.call
-    assert out.finish_reason == "stop"

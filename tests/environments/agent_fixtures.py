@@ -6,11 +6,13 @@ import asyncio
 
 from openai import APIError, AsyncOpenAI, OpenAI
 
+from tests.endpoint.scripted import user
+
 
 async def scripted(base_url, api_key, row):
     """Take a turn for each observation of the row's `script`; the reward is the number of turns / 4."""
     async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
-        messages = [{"role": "user", "content": row["prompt"]}]
+        messages = user(row["prompt"])
         for observation in row["script"]:
             out = await client.chat.completions.create(model="policy", messages=messages)
             said = out.choices[0].message.content
@@ -20,7 +22,7 @@ async def scripted(base_url, api_key, row):
 
 def plain(base_url, api_key, row):
     with OpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
-        client.completions.create(model="policy", prompt=row["prompt"])
+        client.chat.completions.create(model="policy", messages=user(row["prompt"]))
     return 1
 
 
@@ -29,14 +31,14 @@ async def bad(base_url, api_key, row):
     async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
         if row["how"] == "no call":
             return 1.0
-        await client.completions.create(model="policy", prompt=row["prompt"])
+        await client.chat.completions.create(model="policy", messages=user(row["prompt"]))
         if row["how"] == "raise":
             raise RuntimeError("the agent broke")
         if row["how"] == "hang":
             await asyncio.sleep(60)
         if row["how"] == "too many calls":
             while True:
-                await client.completions.create(model="policy", prompt=row["prompt"])
+                await client.chat.completions.create(model="policy", messages=user(row["prompt"]))
     return {
         "good": 1.0,
         "truncated": {"reward": 0.5, "truncated": True},
@@ -50,8 +52,8 @@ async def bad(base_url, api_key, row):
 async def rewriting(base_url, api_key, row):
     """Make two calls, of which the second one has another history."""
     async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
-        await client.completions.create(model="policy", prompt=row["prompt"])
-        await client.completions.create(model="policy", prompt="x" + row["prompt"])
+        await client.chat.completions.create(model="policy", messages=user(row["prompt"]))
+        await client.chat.completions.create(model="policy", messages=user("x" + row["prompt"]))
     return 1.0
 
 
@@ -61,22 +63,22 @@ async def consuming(base_url, api_key, row):
         calls = 0
         while row["left"]:
             row["left"].pop()
-            await client.completions.create(model="policy", prompt=f"{calls}{row['prompt']}")
+            await client.chat.completions.create(model="policy", messages=user(f"{calls}{row['prompt']}"))
             calls += 1
     return 1.0
 
 
 async def seeded(base_url, api_key, row, *, seed, scale=1.0):
     async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
-        await client.completions.create(model="policy", prompt=row["prompt"], temperature=0.5, seed=3)
+        await client.chat.completions.create(model="policy", messages=user(row["prompt"]), temperature=0.5, seed=3)
     return scale * (seed % 1000)
 
 
 async def careless(base_url, api_key, row):
     """End while a call is in progress."""
     client = AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0)
-    task = asyncio.ensure_future(client.completions.create(model="policy", prompt=row["prompt"]))
-    await client.completions.create(model="policy", prompt=row["prompt"])
+    task = asyncio.ensure_future(client.chat.completions.create(model="policy", messages=user(row["prompt"])))
+    await client.chat.completions.create(model="policy", messages=user(row["prompt"]))
     task.add_done_callback(lambda done: done.cancelled() or done.exception())
     return 1.0
 
@@ -88,9 +90,9 @@ async def two_roles(base_url, api_key, row):
     """Let the roles take turns; the reward of `second` is the negative of that of `first`."""
     async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
         if row.get("stranger"):
-            await client.completions.create(model="third", prompt=row["prompt"])
+            await client.chat.completions.create(model="third", messages=user(row["prompt"]))
         texts = {"first": row["prompt"], "second": row["prompt"]}
         for role in row["turns"]:
-            out = await client.completions.create(model=role, prompt=texts[role])
-            texts[role] += out.choices[0].text + "<eos>" * (out.choices[0].finish_reason == "stop") + "x"
+            out = await client.chat.completions.create(model=role, messages=user(texts[role]))
+            texts[role] += out.choices[0].message.content + "<eos>" * (out.choices[0].finish_reason == "stop") + "x"
     return row.get("returned", {"rewards": {"first": row["reward"], "second": -row["reward"]}})

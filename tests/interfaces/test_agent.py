@@ -13,7 +13,7 @@ from realign.api import GenerationConfig, MicroBatchSpec, Model, SequenceSample
 from realign.api.engine import ModelOutput
 from realign.api.sample import INDEX_KEYS
 from realign.api.sampling_mask import masks_of
-from realign.data import PromptData
+from realign.data import PromptData, Template
 from realign.engines import SharedModel, TransformersModel
 from realign.engines.training.optimizer import OptimizerSpec
 from realign.environments import EnvironmentFailure
@@ -253,7 +253,7 @@ import json, os, sys
 from openai import OpenAI
 row = json.load(sys.stdin)
 client = OpenAI(max_retries=0)
-out = client.completions.create(model="policy", prompt=row["prompt"])
+out = client.chat.completions.create(model="policy", messages=[{"role": "user", "content": row["prompt"]}])
 print("some output")
 print(row["reward"])
 """
@@ -349,6 +349,7 @@ def test_the_graph_of_an_agent_is_that_of_an_environment():
 @pytest.mark.parametrize("rollout", [Sync(), Async(max_staleness=1)])
 def test_a_run_trains_and_evaluates_with_agents(rollout, tmp_path):
     folder = save_tiny(tmp_path / "model")
+    tokenizer().save_pretrained(folder)
     rows = [{"prompt": "abcdefgh"[i : i + 2]} for i in range(6)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     sampler = GenerationConfig(n=2, max_new_tokens=6)
@@ -368,9 +369,9 @@ def test_a_run_trains_and_evaluates_with_agents(rollout, tmp_path):
                 "actor": TransformersModel(str(folder), optimizer=OptimizerSpec(lr=1e-3)),
                 "agent": SharedModel(of="actor"),
             },
-            data=PromptData(str(tmp_path / "rows.jsonl")),
+            data=PromptData(str(tmp_path / "rows.jsonl"), template=Template.plain),
             evaluation=EpisodeEvaluation(
-                PromptData(str(tmp_path / "rows.jsonl")),
+                PromptData(str(tmp_path / "rows.jsonl"), template=Template.plain),
                 every_steps=3,
                 episodes=agent(generation=replace(sampler, n=1)),
             ),

@@ -252,7 +252,7 @@ async def ask(base_url, api_key, row):
     from openai import AsyncOpenAI
 
     async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
-        await client.completions.create(model="policy", prompt=row["answer"])
+        await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": row["answer"]}])
     return 1.0
 
 
