@@ -30,9 +30,7 @@ these states, and the differences from the original system:
 - missing: not implemented.
 
 `python docs/coverage.py` writes this page from `docs/coverage.yaml`. `tests/docs/test_coverage.py` fails if a row is
-missing, or if an option, experiment, command or test on the page does not exist. `python scripts/coverage_options.py`
-disconnects the options of a row one by one, and reports those that the tests of the row do not need. `make test-slow`
-does so for a sample of the options.
+missing, or if an option, experiment, command or test on the page does not exist.
 
 Options are fields of these classes. In a config they are keys of the nodes that use the classes:
 
