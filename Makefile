@@ -10,7 +10,7 @@ export OMP_WAIT_POLICY = PASSIVE
 # Images of containers often set it. Then every process of the tests would compile them and the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: bench curves referee docs demo rlhf llm servers torture scale fuzz mutation test test-slow lint types contracts check clean
+.PHONY: bench curves referee docs demo rlhf llm servers torture scale fuzz test test-slow lint types contracts check clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -m venv $(VENV)
@@ -65,10 +65,6 @@ $(VENV)/.atheris: $(VENV)/.installed benchmarks/constraints.txt
 
 fuzz: $(VENV)/.atheris
 	@$(BIN)/python -m benchmarks.fuzz seed=$(SEED) $(ARGS)
-
-mutation: export OMP_NUM_THREADS = 1
-mutation: $(VENV)/.installed
-	@$(BIN)/python -m benchmarks.mutation seed=$(SEED) $(ARGS)
 
 # The models of the tests are so small that a second thread costs more than it saves.
 test: export OMP_NUM_THREADS = 1
