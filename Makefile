@@ -10,7 +10,7 @@ export OMP_WAIT_POLICY = PASSIVE
 # Images of containers often set it. Then every process of the tests would compile them and the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: bench curves referee docs demo rlhf llm servers torture scale fuzz test test-slow lint types contracts check clean
+.PHONY: bench curves referee docs demo rlhf llm servers torture scale test test-slow lint types contracts check clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -m venv $(VENV)
@@ -57,14 +57,6 @@ curves: $(VENV)/.installed
 # The losses of other frameworks against those of realign; writes docs/equivalence.md.
 referee: $(VENV)/.installed
 	@$(BIN)/python -m benchmarks.referee $(ARGS)
-
-# Without a wheel of atheris, inputs are random.
-$(VENV)/.atheris: $(VENV)/.installed benchmarks/constraints.txt
-	@-$(BIN)/pip install --quiet --disable-pip-version-check -c benchmarks/constraints.txt atheris
-	@touch $@
-
-fuzz: $(VENV)/.atheris
-	@$(BIN)/python -m benchmarks.fuzz seed=$(SEED) $(ARGS)
 
 # The models of the tests are so small that a second thread costs more than it saves.
 test: export OMP_NUM_THREADS = 1

@@ -20,7 +20,7 @@ BOUNDED = settings(
     database=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
 )
-"""Settings of the tests, which draw the same examples in every run. `benchmarks/fuzz.py` draws other examples."""
+"""Settings of the tests, which draw the same examples in every run."""
 
 
 class Refused:
