@@ -5,13 +5,8 @@ import json
 import pytest
 
 from benchmarks import plan
-from benchmarks.jobs import REALIGN, TORCHRUN, Job
-from benchmarks.plan import PLACEMENTS, calibration_jobs, experiment_words, job_for, load_of, measured_step_s
+from benchmarks.jobs import Job
 from benchmarks.scale.task import prepare
-from realign.config import compose
-from realign.config.experiment import build_experiment
-from realign.planning.options import PlanOptions
-from realign.planning.predict import Cluster, predict
 
 
 @pytest.fixture(scope="module")
@@ -37,32 +32,6 @@ def record(job, step_s):
     job.folder.mkdir(parents=True)
     (job.folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made))
     return job
-
-
-def test_every_run_is_a_valid_experiment_with_the_launcher_of_its_placement(task, tmp_path):
-    words = experiment_words(task, 3)
-    options = PlanOptions(devices=2, device="cpu")
-    load = load_of(words, options)
-    for job in calibration_jobs(tmp_path, task, 3):
-        assert not build_experiment(compose(list(job.words))).runtime.starts_workers
-    for name, placement in PLACEMENTS.items():
-        job = job_for(name, tmp_path, words, load, options)
-        made = build_experiment(compose(list(job.words)))
-        assert made.runtime.starts_workers == (name in ("reference", "workers"))
-        assert made.rollout.ahead == (placement.max_staleness is not None)
-        assert job.program == (TORCHRUN if name == "torchrun" else REALIGN)
-    assert [placement.devices for placement in PLACEMENTS.values()] == [1, 2, 2, 2, 2]
-
-
-def test_calibration_reproduces_the_run_in_one_process(task, tmp_path):
-    jobs = [record(job, lambda rows, tokens: 0.05 + 2e-4 * tokens) for job in calibration_jobs(tmp_path, task, 4)]
-    load, cluster = plan.planner(jobs[0].words, jobs)
-    assert isinstance(cluster, Cluster)
-    assert (load.work.lengths.mean, load.work.prompt_tokens) == (plan.LENGTH, pytest.approx(6))
-    base = predict(PLACEMENTS["one_process"], load, cluster)
-    assert base.step_s == pytest.approx(measured_step_s(jobs[0], None), rel=0.05)
-    two = predict(PLACEMENTS["torchrun"], load, cluster)
-    assert 0.4 * base.step_s < two.step_s < base.step_s
 
 
 def test_the_benchmark_compares_predictions_with_runs(task, tmp_path, monkeypatch, capsys):

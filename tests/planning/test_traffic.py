@@ -1,4 +1,4 @@
-"""Test the bytes that ranks send. `tests/benchmarks/test_mesh.py` compares them with counted ones."""
+"""Test the bytes that ranks send. `test_counted_traffic.py` compares them with counted ones."""
 
 from __future__ import annotations
 

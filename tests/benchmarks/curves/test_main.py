@@ -12,17 +12,6 @@ from realign.demo.tiny import build_tokenizer
 from tests.tiny import tiny_model
 
 
-def test_words_are_scored_by_their_sign_and_negation():
-    assert task.sentiment("", "the soup was good but never very good", {}) == 0
-    assert task.sentiment("", "i hated it , the cake was not bad and lovely .", {}) == 1
-    assert task.descriptiveness("", "very good , very small and green", {}) == 2
-
-
-def test_realign_has_no_log_probs_without_temperature(tmp_path):
-    with pytest.raises(ValueError, match="scaled_logprobs"):
-        runs.Run(scaled_logprobs=False).overrides(tmp_path)
-
-
 @pytest.mark.slow
 def test_the_study_runs_and_reuses_its_records(tmp_path, capsys):
     words = [f"folder={tmp_path}", f"images={tmp_path}", "seeds=2", "steps=2", "widths=32"]

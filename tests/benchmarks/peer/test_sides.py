@@ -5,10 +5,8 @@ import torch
 from transformers import Qwen2ForCausalLM
 
 from benchmarks.peer import side_sampler
-from benchmarks.peer.side_llama import tokens_of
 from benchmarks.peer.side_realign import Side
-from benchmarks.peer.side_trl import ForcedLengths
-from benchmarks.peer.work import EOS, GREEDY, SCENARIOS, write_prompts
+from benchmarks.peer.work import GREEDY, SCENARIOS, write_prompts
 from realign.engines.network.network import Network
 from realign.engines.sampling.decode import Rollout
 from realign.engines.training.stepper import Stepper
@@ -17,21 +15,6 @@ from realign.interfaces.policy import PolicyInterface
 
 PATCHED = [(Rollout, "_draw"), (Network, "run"), (Stepper, "step"), (torch.Tensor, "backward")]
 PATCHED += [(PolicyInterface, "loss"), (PPOCriticInterface, "loss")]
-
-
-def test_a_row_ends_at_its_length_and_not_before():
-    processor = ForcedLengths([1, 3])
-    for step in range(3):
-        scores = torch.randn(2, 6)
-        before = scores.clone()
-        after = processor(torch.zeros(2, step, dtype=torch.int64), scores)
-        for row, length in enumerate([1, 3]):
-            if step >= length - 1:
-                assert after[row].isfinite().nonzero().tolist() == [[EOS]]
-            else:
-                assert after[row, EOS] == -torch.inf
-                others = torch.arange(6) != EOS
-                assert torch.equal(after[row, others], before[row, others])
 
 
 @pytest.mark.parametrize("name", ["tiny", "ppo_tiny"])
@@ -62,8 +45,3 @@ def test_the_sampler_side_makes_responses_of_the_given_lengths(tmp_path, monkeyp
     )
     assert side.greedy == want[0, prompt.shape[1] :].tolist()
     assert side.step(2)["lengths"] == scenario.lengths(2)
-
-
-def test_the_tokens_of_a_llama_text_are_read_from_its_words():
-    assert tokens_of("t980t1t0") == [980, 1, 0]
-    assert tokens_of("") == []
