@@ -3,7 +3,6 @@
     make curves
     python -m benchmarks.curves parts=match seeds=2 steps=10 folder=runs/curves_small
     python -m benchmarks.curves parts=match rewards=descriptiveness seeds=10 first_seed=11
-    python -m benchmarks.curves parts=recorded data=FOLDER model=GPT2_FOLDER
     python -m benchmarks.curves parts=smollm2 steps=20 batch=16 seeds=1
     python -m benchmarks.curves parts=smollm2 steps=20 batch=128 seeds=1 device=cuda
 
@@ -11,7 +10,6 @@ match        Both implementations on two reward functions: agreement of the curv
 adam         TensorFlow's Adam and PyTorch's: the ten metrics of the first update, and curves.
 temperature  Log-probs with and without division of the logits by the sampling temperature.
 size         The effect of the Adam variant on the first update of models of several widths.
-recorded     Both implementations on recorded queries, responses and rewards (see recorded.py); only with data=FOLDER.
 smollm2      Both implementations on SmolLM2-135M and identical samples (see replay.py); model=FOLDER for another model.
 
 Existing records in `folder` are reused. Figures are written to `images`. The last line is one JSON object.
@@ -24,11 +22,9 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from benchmarks.curves import picture
-from benchmarks.curves import recorded as recorded_data
 from benchmarks.curves.comparison import compare, table
 from benchmarks.curves.replay import DIFFERENCES, language_model_records
 from benchmarks.curves.runs import CURVES, NAMES, TABLE, Record, Run, seeds_of, series
@@ -47,11 +43,9 @@ DEFAULTS = {
     "widths": "32,64,128",
     "folder": "runs/curves",
     "images": "runs/curves",
-    "data": "",
     "model": "",
     "batch": "64",
     "lr": "1e-5",
-    "temperature": "1.0",
     "device": "cpu",
 }
 
@@ -69,7 +63,7 @@ class Study:
     widths: tuple[int, ...]
     """Model sizes of `size`."""
     given: Mapping[str, str]
-    """Words of the command line, for `recorded` and `smollm2`."""
+    """Words of the command line, for `smollm2`."""
 
     def records(self, **changes: Any) -> Seeds:
         """Return the records of every seed of a run."""
@@ -161,32 +155,6 @@ def size(study: Study) -> dict[str, Any]:
     return found
 
 
-def recorded(study: Study) -> dict[str, Any]:
-    """Compare both implementations on recorded batches, with both variants of Adam."""
-    words = study.given
-    if not words["data"] or not words["model"]:
-        sys.exit("parts=recorded needs data=FOLDER with the arrays and model=FOLDER of the policy that sampled them")
-    data, model, temperature = Path(words["data"]), Path(words["model"]), float(words["temperature"])
-    vocabulary = json.loads((model / "config.json").read_text(encoding="utf-8"))["vocab_size"]
-    batches = recorded_data.read(data, vocabulary=vocabulary, batch=int(words["batch"]))
-    found: dict[str, Any] = {}
-    for variant in VARIANTS:
-        run = Run(adam=variant, batch=int(words["batch"]), lr=float(words["lr"]), steps=len(batches))
-        ours, theirs = (
-            list(function(run, temperature, model, batches))
-            for function in (recorded_data.realign_records, recorded_data.padded_records)
-        )
-        means = [[fmean(record[name] for record in x) for x in (ours, theirs)] for name in recorded_data.NAMES]
-        rows = [[name, *(f"{x:.4g}" for x in pair)] for name, pair in zip(recorded_data.NAMES, means, strict=True)]
-        print(f"{len(batches)} recorded batches of {run.batch}, Adam of {variant}")
-        print(text_table(["metric", *NAMES.values()], rows))
-        pairs = [(a[name], b[name]) for a, b in zip(ours, theirs, strict=True) for name in a]
-        largest = max(abs(own - other) / max(1.0, abs(other)) for own, other in pairs)
-        print(f"largest difference of a metric, relative above 1: {largest:.1e}\n", flush=True)
-        found[variant] = {"metrics": rows, "largest difference": largest}
-    return found
-
-
 def smollm2(study: Study) -> dict[str, Any]:
     """Compare both implementations on SmolLM2-135M, step by step, on identical samples."""
     words, found = study.given, {}
@@ -219,7 +187,6 @@ PARTS: Mapping[str, Callable[[Study], dict[str, Any]]] = {
     "adam": adam,
     "temperature": temperature,
     "size": size,
-    "recorded": recorded,
     "smollm2": smollm2,
 }
 
