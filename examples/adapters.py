@@ -3,9 +3,9 @@
 Run it from the repository root (one to three minutes on a CPU each):
 
     python examples/adapters.py gymnasium        # extra gymnasium: FrozenLake with 3 by 3 fields
-    python examples/adapters.py textarena        # extra textarena: GuessTheNumber from 1 to 7, three guesses
+    python examples/adapters.py textarena        # package textarena: GuessTheNumber from 1 to 7, three guesses
     python examples/adapters.py reasoning_gym    # extra tasks: sums and differences of two digits
-    python examples/adapters.py openenv --python ENVIRONMENT/bin/python    # extra openenv: a server with openenv
+    python examples/adapters.py openenv --python ENVIRONMENT/bin/python    # package websockets: a server with openenv
     python examples/adapters.py verifiers --python ENVIRONMENT/bin/python  # extras serve and judge: a taskset
 
 Each policy starts by imitating random play, or wrong and right answers, and is then trained with GRPO. `--python` is
@@ -77,7 +77,7 @@ class Play:
     """A task with an environment, whose demonstrations are random play."""
 
     name: str
-    """Module and class of the adapter."""
+    """Class of the environment, as in `EnvironmentInterface`."""
     arguments: dict[str, Any]
     act: Callable[[random.Random], str]
     """Draws an action."""
@@ -91,7 +91,7 @@ class Play:
 
         def player(sampler: GenerationConfig) -> ModelInterface:
             return EnvironmentInterface(
-                f"{ADAPTERS}.{self.name}",
+                self.name,
                 self.arguments,
                 generation=sampler,
                 max_turns=self.turns,
@@ -104,7 +104,7 @@ class Play:
 
     async def random_play(self, games: int) -> list[dict[str, str]]:
         """Return the turns of games with random actions."""
-        make, found = load_environment(f"{ADAPTERS}.{self.name}", self.arguments), []
+        make, found = load_environment(self.name, self.arguments), []
         for _ in range(games):
             world: Any = make()
             observation, _ = await value(world.reset({}, seed=self.seeds.getrandbits(31)))
@@ -134,7 +134,8 @@ def gymnasium(python: str) -> Task:
         "arguments": {"desc": ["SFF", "FHF", "FFG"], "is_slippery": False},
         "actions": moves,
     }
-    return Play("gymnasium_text:GymnasiumText", arguments, lambda rng: rng.choice(moves), "lake\n", 8, 2).task()
+    name = f"{ADAPTERS}.gymnasium_text:GymnasiumText"
+    return Play(name, arguments, lambda rng: rng.choice(moves), "lake\n", 8, 2).task()
 
 
 def textarena(python: str) -> Task:
@@ -144,13 +145,14 @@ def textarena(python: str) -> Task:
         "arguments": {"min_number": 1, "max_number": 7, "max_turns": 3},
         "rules": False,
     }
-    return Play("textarena_game:TextArenaGame", arguments, lambda rng: f"[{rng.randint(1, 7)}]", "guess\n", 3, 4).task()
+    name = f"{FOLDER}/textarena_game.py:TextArenaGame"
+    return Play(name, arguments, lambda rng: f"[{rng.randint(1, 7)}]", "guess\n", 3, 4).task()
 
 
 def openenv(url: str) -> Task:
     """Find a number from 1 to 7 in three guesses, on a server."""
-    arguments = {"base_url": url}
-    return Play("openenv_session:OpenEnvSession", arguments, lambda rng: str(rng.randint(1, 7)), "guess\n", 3, 2).task()
+    name, arguments = f"{FOLDER}/openenv_session.py:OpenEnvSession", {"base_url": url}
+    return Play(name, arguments, lambda rng: str(rng.randint(1, 7)), "guess\n", 3, 2).task()
 
 
 def reasoning_gym(python: str) -> Task:

@@ -1,4 +1,13 @@
-"""Games of TextArena for one player (needs the extra `textarena`)."""
+"""Games of TextArena for one player.
+
+    pip install textarena
+    realign experiment=grpo_environment models.actor.path=MODEL data.path=rows.jsonl \
+        interfaces.agent.environment=examples/textarena_game.py:TextArenaGame \
+        '+interfaces.agent.arguments={id: GuessTheNumber-v0}'
+
+Some games, such as Wordle and Hangman, download word lists when they're imported. `adapters.py textarena` trains on a
+game.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +17,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import textarena
+
 from realign.api.environment import Response
-from realign.environments.adapters import imported
 
 _GLOBAL_RANDOM = threading.Lock()
 
@@ -27,11 +37,10 @@ class TextArenaGame:
     """
 
     def __init__(self, id: str, arguments: Mapping[str, Any] | None = None, rules: bool = True) -> None:
-        arena = imported("textarena", extra="textarena", user=type(self).__name__)
         self._random = random.Random(id).getstate()
         with self._own_random():
-            self._game = arena.make(id, **(arguments or {}))
-        self._hidden = set() if rules else {arena.ObservationType.PROMPT}
+            self._game = textarena.make(id, **(arguments or {}))
+        self._hidden = set() if rules else {textarena.ObservationType.PROMPT}
 
     @classmethod
     def check(cls, **arguments: Any) -> None:

@@ -1,15 +1,18 @@
-"""The client of OpenEnv servers, with a fake connection. `tests/examples/test_adapters.py` uses a server."""
+"""The client of OpenEnv servers, with a fake connection. `test_adapters.py` uses a server."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
-from types import SimpleNamespace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from realign.environments.adapters.openenv_session import LARGEST_ANSWER, OpenEnvSession
 from tests.environments.adapters.conversations import talk
+
+ROOT = Path(__file__).parents[2]
 
 
 class Connection:
@@ -34,18 +37,17 @@ def observation(text: str, **more) -> dict:
 
 @pytest.fixture
 def connect(monkeypatch):
-    """Install a module `websockets` that returns this connection; returns the addresses."""
+    """Return a function that imports the example, with a module `websockets` that returns a given connection."""
 
-    def install(connection: Connection) -> list[str]:
-        addresses = []
-
+    def install(connection: Connection) -> ModuleType:
         async def connect(url, **options):
-            addresses.append(url)
-            connection.options = options
+            connection.url, connection.options = url, options
             return connection
 
         monkeypatch.setitem(sys.modules, "websockets", SimpleNamespace(connect=connect))
-        return addresses
+        monkeypatch.delitem(sys.modules, "examples.openenv_session", raising=False)
+        monkeypatch.syspath_prepend(str(ROOT))
+        return importlib.import_module("examples.openenv_session")
 
     return install
 
@@ -56,15 +58,15 @@ def test_a_session_is_the_messages_of_one_connection(connect):
         observation("more", reward=0.25, done=False),
         observation("", reward=1.0, done=True),
     )
-    addresses = connect(connection)
-    session = OpenEnvSession("https://127.0.0.1:8000/", action="code", columns=["level"])
+    example = connect(connection)
+    session = example.OpenEnvSession("https://127.0.0.1:8000/", action="code", columns=["level"])
     assert talk(session, "a", "b", row={"level": 3, "answer": 5}, seed=2**31 + 7) == [
         "hello",
         ("more", 0.25, False, False),
         ("", 1.0, True, False),
     ]
-    assert addresses == ["wss://127.0.0.1:8000/ws"]
-    assert connection.options["max_size"] == LARGEST_ANSWER
+    assert connection.url == "wss://127.0.0.1:8000/ws"
+    assert connection.options["max_size"] == example.LARGEST_ANSWER
     assert connection.sent == [
         {"type": "reset", "data": {"seed": 7, "level": 3}},
         {"type": "step", "data": {"code": "a"}},
@@ -74,6 +76,6 @@ def test_a_session_is_the_messages_of_one_connection(connect):
 
 
 def test_an_error_of_the_server_fails_the_episode(connect):
-    connect(Connection({"type": "error", "data": {"message": "full", "code": "CAPACITY_REACHED"}}))
+    example = connect(Connection({"type": "error", "data": {"message": "full", "code": "CAPACITY_REACHED"}}))
     with pytest.raises(ValueError, match=r"the OpenEnv server answered .*CAPACITY_REACHED"):
-        talk(OpenEnvSession("http://127.0.0.1:8000"))
+        talk(example.OpenEnvSession("http://127.0.0.1:8000"))

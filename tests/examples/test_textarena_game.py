@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import random
 
 import pytest
 
-from realign.environments.adapters.textarena_game import TextArenaGame
 from tests.environments.adapters.conversations import talk
 
 pytestmark = pytest.mark.slow
-pytest.importorskip("textarena", reason="needs the extra textarena")
+pytest.importorskip("textarena", reason="needs the package textarena")
+TextArenaGame = importlib.import_module("examples.textarena_game").TextArenaGame
 GUESS = {"id": "GuessTheNumber-v0", "arguments": {"min_number": 1, "max_number": 7, "max_turns": 3}}
 
 

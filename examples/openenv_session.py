@@ -1,8 +1,12 @@
-"""Environments of OpenEnv servers, over their WebSocket protocol (needs the extra `openenv`).
+"""Environments of OpenEnv servers, over their WebSocket protocol.
+
+    pip install websockets
+    realign experiment=grpo_environment models.actor.path=MODEL data.path=rows.jsonl \
+        interfaces.agent.environment=examples/openenv_session.py:OpenEnvSession \
+        '+interfaces.agent.arguments={base_url: "http://127.0.0.1:8000", action: message, observation: text}'
 
 The package `openenv` runs the server, in a separate Python environment: its dependencies exclude current releases of
-other packages. This client needs `websockets` only, and works with servers of openenv and of its predecessor
-openenv-core.
+other packages. Works with servers of openenv and of its predecessor openenv-core. `adapters.py openenv` trains with it.
 """
 
 from __future__ import annotations
@@ -12,8 +16,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
+import websockets
+
 from realign.api.environment import Response
-from realign.environments.adapters import imported
 
 LARGEST_ANSWER = 64 * 2**20
 """Bytes that a message of the server may have. Larger ones could fill the memory of the run; the episode fails."""
@@ -23,8 +28,8 @@ class OpenEnvSession:
     """A session of an OpenEnv server. Its methods are coroutines.
 
     Args:
-        base_url: address of the server, such as `http://127.0.0.1:8000`. It must allow `concurrency` sessions at a
-            time (`max_concurrent_envs`).
+        base_url: address of the server, such as `http://127.0.0.1:8000`. It must allow as many sessions at a time
+            as `interfaces.agent.concurrency` (`max_concurrent_envs` of `create_app`).
         action: field of the action that contains the text of the policy.
         observation: field of an observation that the policy reads.
         columns: columns of the row that `reset` of the server gets, besides the seed.
@@ -33,20 +38,14 @@ class OpenEnvSession:
     def __init__(
         self, base_url: str, action: str = "message", observation: str = "text", columns: Sequence[str] = ()
     ) -> None:
-        self._client = imported("websockets", extra="openenv", user=type(self).__name__)
         self._url = base_url.replace("http", "ws", 1).rstrip("/") + "/ws"
         self._action, self._observation, self._columns = action, observation, columns
         self._socket: Any = None
 
-    @classmethod
-    def check(cls, **arguments: Any) -> None:
-        """Check before the run that the package is installed."""
-        cls(**arguments)
-
     async def reset(self, row: Mapping[str, Any], *, seed: int) -> tuple[str, dict[str, Any]]:
         """Open a session, and start its episode."""
         local = urlsplit(self._url).hostname in ("localhost", "127.0.0.1", "::1")
-        self._socket = await self._client.connect(self._url, max_size=LARGEST_ANSWER, proxy=None if local else True)
+        self._socket = await websockets.connect(self._url, max_size=LARGEST_ANSWER, proxy=None if local else True)
         answer = await self._call("reset", {"seed": seed % 2**31} | {name: row[name] for name in self._columns})
         return self._text(answer), {}
 
