@@ -28,7 +28,7 @@ def test_every_page_is_in_the_navigation_once():
         ("[a](guides/data.md#x)", "[a](guides/data.md#x)"),
         ("[a](../README.md#x)", f"[a]({REPOSITORY}/blob/main/README.md#x)"),
         ("[a](../examples)", f"[a]({REPOSITORY}/tree/main/examples)"),
-        ("[a](coverage.py)", f"[a]({REPOSITORY}/blob/main/docs/coverage.py)"),
+        ("[a](names.py)", f"[a]({REPOSITORY}/blob/main/docs/names.py)"),
         ("![a](images/demo.png)", "![a](images/demo.png)"),
         ("[a](#x) [b](https://c.d/e)", "[a](#x) [b](https://c.d/e)"),
     ],
