@@ -30,13 +30,17 @@
     const calls = Object.entries(seconds).map(([name, s]) => name + " " + report.duration(s));
     root.setAttribute("role", "img");
     root.setAttribute("aria-label", "Dataflow graph. Mean time per step: " + calls.join(", "));
+    if (report.isDark()) for (const rect of root.querySelectorAll("g rect")) {
+      if (["#ffffff", "#f8fafc"].includes(rect.getAttribute("fill"))) continue;
+      rect.setAttribute("fill", rect.getAttribute("stroke"));
+      rect.setAttribute("fill-opacity", "0.24");
+    }
     for (const box of root.querySelectorAll("g > g")) {
       const name = box.querySelector("text") && box.querySelector("text").textContent;
       const rect = box.querySelector("rect");
       if (!rect || !(name in seconds)) continue;
       const [x, y, w, h] = ["x", "y", "width", "height"].map((key) => Number(rect.getAttribute(key)));
       const share = total ? seconds[name] / total : 0;
-      if (report.isDark()) { rect.setAttribute("fill", rect.getAttribute("stroke")); rect.setAttribute("fill-opacity", "0.24"); }
       box.append(
         report.svg("rect", { class: "share", x: x + 6, y: y + h - 5, width: Math.max(1, (w - 12) * Math.min(1, share)),
           height: 3, rx: 1.5, fill: color(name) }),

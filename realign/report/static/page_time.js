@@ -15,7 +15,7 @@
     const run = report.focused();
     const calls = callTimes(run), color = colorsOf(run);
     const root = el("div", {},
-      report.section("Dataflow graph", "Calls from top to bottom, with the mean time per step and the keys that they pass on. The bar is the fraction of the step.",
+      report.section("Dataflow graph", "Calls from left to right, with the mean time per step and the keys that they pass on. The bar is the fraction of the step.",
         report.graph(run.graph, Object.fromEntries(calls.map((c) => [c.name, c.mean])), mean(run.metrics.values.step_s), color) || report.empty("No graph recorded.")),
       breakdown(calls, color),
       timeline(run, color),
