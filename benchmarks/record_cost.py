@@ -15,7 +15,6 @@ from tempfile import TemporaryDirectory
 
 from realign.config import build_experiment, compose
 from realign.run_settings import RecordSpec
-from realign.runtime.chain import Chain
 from realign.runtime.local import LocalRuntime
 from realign.runtime.metrics.details import RunDetails
 from realign.runtime.metrics.records import Records
@@ -32,24 +31,22 @@ def measure(overrides: list[str], steps: int) -> str:
     experiment = build_experiment(compose([*overrides, f"steps={steps}", "evaluation=null"]))
     experiment.records = EVERY
     times: dict[bool, list[float]] = {True: [], False: []}
-    inside, chained = list[float](), list[float]()
-    with TemporaryDirectory() as folder, Records(Path(folder), None) as records:
+    inside, writing = list[float](), list[float]()
+    with TemporaryDirectory() as folder, Records(Path(folder), None, "") as records:
         runtime = LocalRuntime(experiment)
         lead = experiment.lead_role
         decode = runtime.models[lead].tokenizer.decode
-        chain = Chain(records)
         with RunDetails(EVERY, lead, decode, runtime.spans, records, RunLog()) as details:
             for step in range(1, steps + 1):
                 on = step % 2 == 0
                 runtime.trace_prompts = EVERY.token_prompts if on else 0
                 started = time.perf_counter()
-                metrics, batch = runtime.step(step)
+                _, batch = runtime.step(step)
                 stepped = time.perf_counter()
-                calls = write_calls(Path(folder), step, runtime.to_record)
-                chain.step(step, experiment.graph, batch, metrics, calls)
+                write_calls(Path(folder), step, runtime.to_record)
                 recorded = time.perf_counter()
-                chained.append(recorded - stepped)
-                started += chained[-1]  # every step has it, so it is no difference of two steps
+                writing.append(recorded - stepped)
+                started += writing[-1]  # every step has it, so it is no difference of two steps
                 if on:
                     details.after_step(step, batch, runtime.traces)
                     inside.append(time.perf_counter() - recorded)
@@ -58,13 +55,13 @@ def measure(overrides: list[str], steps: int) -> str:
         runtime.close()
         size = sum((Path(folder) / f"{name}.jsonl").stat().st_size for name in ("tokens", "spans"))
     plain, full = median(times[False]), median(times[True])
-    own, link = median(inside), median(chained)
+    own, written = median(inside), median(writing)
     return (
         f"step without records {1e3 * plain:.1f} ms, with records of every step {1e3 * full:.1f} ms "
         f"(ratio of medians {full / plain:.3f})\n"
         f"inside of the recording functions {1e3 * own:.2f} ms per recorded step: {100 * own / plain:.3f} % of a step; "
         f"{100 * own / plain / DEFAULT.every_steps:.3f} % with records.every_steps={DEFAULT.every_steps}\n"
-        f"recorded calls and the chain {1e3 * link:.2f} ms per step: {100 * link / plain:.3f} % of a step\n"
+        f"recorded calls {1e3 * written:.2f} ms per step: {100 * written / plain:.3f} % of a step\n"
         f"size {size / len(inside) / 1e3:.1f} kB per recorded step"
     )
 

@@ -351,8 +351,8 @@ def killed(files: Path, out: Path, name: str, after: int) -> None:
 
 def untimed(path: Path) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    timed = ("_s", "seconds")
-    return [{name: x for name, x in line.items() if not name.endswith(timed)} for line in lines]
+    other = ("_s", "seconds", "settings")
+    return [{name: x for name, x in line.items() if not name.endswith(other)} for line in lines]
 
 
 def assert_same_tree(found: Any, expected: Any, where: str = "") -> None:

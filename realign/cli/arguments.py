@@ -69,7 +69,6 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
         "replay": Command("replay:replay", ("out", "break_in", "rescore", "tolerance")),
         "fork": Command("replay:fork_words"),
         "bisect": Command("replay:bisect", ("run", "tolerance")),
-        "verify": Command("replay:verify", ("rescore", "tolerance")),
         "import": Command("import_config:import_config"),
         "help": Command("commands:describe_keys", ("config_dir",)),
     }

@@ -85,7 +85,6 @@ Usage
   realign fork RUN STEP <overrides>   continue a run from a step with other settings, in a new folder
   realign bisect RUN RUN          find the first step, key, response and token at which two runs part: [--tolerance X]
                                   with one run, --run COMMAND finds the first step for which a command fails
-  realign verify RUN              check that nothing of a run was changed, and recompute random steps: [--steps 5]
   realign import TOOL FILE        translate a config of trl, verl, openrlhf or areal, and compare the losses
   realign help [<overrides>] [KEY]  describe config keys: type, default, valid values, meaning
   realign <overrides> resume=auto   resume a run that was stopped or killed

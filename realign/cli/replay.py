@@ -1,18 +1,15 @@
-"""`realign replay`, `fork`, `bisect` and `verify`: go back to a step of a run."""
+"""`realign replay`, `fork` and `bisect`: go back to a step of a run."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import math
-import random
 import re
-import statistics
 import subprocess
 from bdb import BdbQuit
 from collections.abc import Mapping, Sequence
 from functools import partial
-from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,7 +24,6 @@ from realign.text import visible
 
 if TYPE_CHECKING:
     from realign.runtime import Experiment
-    from realign.runtime.chain import StartLink, StepLink
     from realign.runtime.checkpoint.folder import Checkpoint
     from realign.runtime.replay import ReplayedStep
 
@@ -275,7 +271,7 @@ def _first_metric(first: Path, second: Path) -> tuple[int | None, str, tuple[obj
 
 
 def _of_machine(name: str) -> bool:
-    return name == "seconds" or name.endswith("_s") or name.startswith(MACHINE)
+    return name in ("seconds", "settings") or name.endswith("_s") or name.startswith(MACHINE)
 
 
 def _bisect_by_command(args: argparse.Namespace, words: Sequence[str]) -> int:
@@ -302,112 +298,6 @@ def _bisect_by_command(args: argparse.Namespace, words: Sequence[str]) -> int:
     return 0
 
 
-VERIFIED = 5
-"""Steps that `realign verify` recomputes by default."""
-
-
-def verify(args: argparse.Namespace, words: Sequence[str]) -> int:
-    """Run `realign verify RUN`: check the chain of a run, its files, and some random steps by recomputing them."""
-    from realign.runtime.chain import StartLink, StepLink, broken_files, read_chain
-    from realign.runtime.run_report import parent_of
-
-    numbers = [word.removeprefix("steps=") for word in words if word.startswith("steps=")]
-    folders = [word for word in words if not word.startswith("steps=")]
-    if wrong := [number for number in numbers if not number.isdecimal()]:
-        raise ConfigError(f"--steps {wrong[0]}: expected a number of steps of at least 0")
-    if len(folders) != 1:
-        raise ConfigError(f"realign verify expects a run, such as runs/NAME --steps 5, found {list(words) or 'none'}")
-    run = run_folder(Path(folders[0]))
-    links = read_chain(run)
-    steps = {link.step: link for link in links if isinstance(link, StepLink)}  # the last one of a step taken again
-    starts = [link for link in links if isinstance(link, StartLink)]
-    print(f"{visible(str(run))}: {len(steps)} steps, last link {links[-1].link}")
-    parent, forked = parent_of(run) or (None, 0)
-    if parent is not None:
-        print(visible(f"a fork of {parent} at step {forked}: verify that run for the steps up to there"))
-    problems = [*_changed_settings(run, starts[-1]), *broken_files(run, links, forked)]
-    for problem in problems:
-        print(visible(f"  changed: {problem}"))
-    if problems:
-        return ExitCode.error
-    print("chain, settings, records and checkpoints agree")
-    # the config before that is in no file, if `resume_allow` changed it
-    first = [*takewhile(lambda start: start.settings == starts[-1].settings, reversed(starts))][-1].step
-    known = [step for step in steps if step > max(first, forked)]
-    chosen = sorted(random.SystemRandom().sample(known, min(int(numbers[-1]) if numbers else VERIFIED, len(known))))
-    if chosen and _recomputed(run, chosen, steps, starts[-1], forked, args):
-        return ExitCode.error
-    return ExitCode.success
-
-
-def _changed_settings(run: Path, start: StartLink) -> list[str]:
-    """Return a sentence if config.yaml has other settings of training than the run."""
-    from realign.runtime.chain import settings_hash
-    from realign.runtime.checkpoint.folder import CHECKPOINTS, list_checkpoints
-    from realign.runtime.resume import added_keys, training_settings
-    from realign.runtime.run_checkpoints import config_of
-    from realign.version import installed_version
-
-    config = config_of(experiment_of(run))
-    settings = training_settings(config)
-    if settings_hash(settings) == start.settings:
-        return []
-    another_version = json_object(run / "run.json").get("versions", {}).get("realign") != installed_version()
-    # the checkpoints say which one
-    for checkpoint in reversed(list_checkpoints(run / CHECKPOINTS)):
-        saved = checkpoint.read()["config"]
-        before = training_settings(saved)
-        if settings_hash(before) == start.settings:
-            added = added_keys(saved, config) if another_version else []
-            keys = sorted(key for key in before.keys() | settings.keys() if before.get(key) != settings.get(key))
-            keys = [key for key in keys if key not in added]
-            if not keys:
-                return []
-            values = [f"{key} was {before.get(key, 'unset')}, is {settings.get(key, 'unset')}" for key in keys]
-            return [f"config.yaml: {'; '.join(values)}"]
-    return ["config.yaml: it has other settings than the run"]
-
-
-def _recomputed(
-    run: Path,
-    steps: Sequence[int],
-    links: Mapping[int, StepLink],
-    start: StartLink,
-    forked: int,
-    args: argparse.Namespace,
-) -> bool:
-    """Recompute steps, print what differs from their links, and return whether anything does."""
-    from realign.runtime.chain import differing
-    from realign.runtime.replay import last_checkpoint, replay_steps
-    from realign.runtime.resume import other_environment
-
-    origins = [forked if (point := last_checkpoint(run, step - 1)) is None else point.step for step in steps]
-    passes = {origin: [step for step, o in zip(steps, origins, strict=True) if o == origin] for origin in origins}
-    taken = sum(group[-1] - origin for origin, group in passes.items())
-    seconds = [x for line in json_lines(run / "metrics.jsonl") if isinstance(x := line.get("step_s"), int | float)]
-    cost = taken * statistics.median(seconds) if seconds else 0.0
-    listed = ", ".join(map(str, steps))
-    total = f"{taken} step{'s' * (taken > 1)} from {len(passes)} checkpoint{'s' * (len(passes) > 1)}"
-    print(f"recomputing step{'s' * (len(steps) > 1)} {listed}: {total}, about {cost:.0f} s and loading")
-    another = other_environment(start.environment)
-    wrong = False
-    for group in passes.values():
-        experiment = experiment_of(run)
-        for replayed in replay_steps(experiment, run, group, rescore=args.rescore):
-            link = links[replayed.step]
-            parts = differing(link, experiment.graph, replayed.batch, replayed.metrics, args.tolerance)
-            wrong = wrong or bool(parts)
-            print(visible(f"  step {replayed.step}: {'differs in ' + ', '.join(parts) if parts else 'agrees'}"))
-    if wrong and another:
-        print(
-            f"This machine differs from that of the run: {'; '.join(another)}. Sums round differently there, so this "
-            "can be the reason. Verify on a machine like that of the run."
-        )
-    if wrong and (reason := _processes(run)):
-        print(reason)
-    return wrong
-
-
 def _replayed(run: Path, step: int, break_in: str | None = None, *, rescore: bool = False) -> ReplayedStep:
     """Recompute a step of a run, with a status line."""
     from rich.console import Console
@@ -424,4 +314,4 @@ def _replayed(run: Path, step: int, break_in: str | None = None, *, rescore: boo
         return recompute(experiment, run, step, rescore=rescore)
 
 
-__all__ = ["bisect", "fork_words", "replay", "verify"]
+__all__ = ["bisect", "fork_words", "replay"]

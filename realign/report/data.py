@@ -208,7 +208,7 @@ class Metrics:
         for name, column in self._shared.items():
             column.append(math.nan if (x := number(record.get(name))) is None else x)
         for name, value in record.items():
-            if name in self._shared:
+            if name in self._shared or name == "settings":  # the hash of them
                 continue
             if name not in self._values:
                 if len(self._values) == MOST_NAMES:

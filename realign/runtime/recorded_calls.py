@@ -7,7 +7,6 @@ again would round differently, it also has the other calls that lead to rewards.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import secrets
@@ -78,13 +77,13 @@ def recorded_calls_path(run: Path, step: int) -> Path:
     return run / CALLS / f"{folder_name(step)}.safetensors"
 
 
-def write_calls(run: Path, step: int, calls: Mapping[str, RecordedCall]) -> str | None:
-    """Write the calls of a step, and return the sha256 of the file; None if there is none.
+def write_calls(run: Path, step: int, calls: Mapping[str, RecordedCall]) -> None:
+    """Write the calls of a step.
 
     A failed write, such as on a full disk, is a warning: the run is not affected.
     """
     if not calls:
-        return None
+        return
     path = recorded_calls_path(run, step)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
@@ -93,21 +92,13 @@ def write_calls(run: Path, step: int, calls: Mapping[str, RecordedCall]) -> str 
         tensors[_STATE] = torch.frombuffer(bytearray(json.dumps(state).encode()), dtype=torch.uint8)
         make_folder(path.parent)
         refuse_link(path.parent)
-        digest = hashlib.sha256()
         with open_new(temporary) as file:
-
-            def write(part: bytes | memoryview) -> None:
-                file.write(part)
-                digest.update(part)
-
-            write_tensors(write, tensors, {"format": "pt"})
+            write_tensors(file.write, tensors, {"format": "pt"})
         move(temporary, path)
-        return digest.hexdigest()
     except (OSError, ValueError) as error:
         with suppress(OSError):  # a read-only folder refuses even to remove a file that does not exist
             remove_file(temporary)
         warnings.warn(f"{path} was not written ({error}). A replay of step {step} makes its calls again.", stacklevel=2)
-        return None
 
 
 def remove_later_calls(run: Path, step: int) -> None:

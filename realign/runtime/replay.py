@@ -10,6 +10,7 @@ import copy
 import inspect
 import json
 import math
+import os
 import pdb
 import time
 from bdb import BdbQuit
@@ -34,9 +35,8 @@ from realign.api.sampler import samples_externally
 from realign.api.stats import TracedSequence
 from realign.engines.sampling.in_process import InProcessSampling
 from realign.errors import CheckpointError, ConfigError
-from realign.own_files import OwnFiles, read_regular, refuse_link, replace_bytes, replace_text
+from realign.own_files import OwnFiles, open_regular, read_regular, refuse_link, replace_bytes, replace_text
 from realign.run_settings import RecordSpec
-from realign.runtime.chain import read_chain, same_settings_since
 from realign.runtime.checkpoint.folder import CHECKPOINTS, Checkpoint, CorruptCheckpoint, Start, list_checkpoints
 from realign.runtime.checkpoint.random_generators import seed_random
 from realign.runtime.checkpoint.serialize import hash_of
@@ -116,14 +116,19 @@ def origin(run: Path, step: int) -> Checkpoint | None:
 
 
 def check_settings(run: Path, step: int) -> None:
-    """Check that a run took a step with the settings in its config.yaml.
+    """Check that a run took a step and all later ones with the same settings, which are those in its config.yaml.
 
     Raises:
         CheckpointError: `resume_allow` changed them later.
     """
-    since = 0
-    with suppress(CheckpointError):  # a run without a readable chain
-        since = same_settings_since(read_chain(run))
+    taken = dict[int, str | None]()
+    with suppress(OSError), open_regular(run / "metrics.jsonl", os.O_RDONLY, "rb") as file:
+        for line in file:
+            with suppress(ValueError, LookupError, TypeError):  # a damaged line
+                record = json.loads(line)
+                taken[int(record["step"])] = record["settings"]
+    last = taken[max(taken)] if taken else None
+    since = max((number for number, settings in taken.items() if settings != last), default=-1)
     if step <= since:
         raise CheckpointError(
             f"step {step}: {run.name} took it with other settings, which resume_allow or another version of realign "
@@ -274,7 +279,7 @@ def replay_steps(
         if not 1 <= step <= experiment.steps:
             raise CheckpointError(f"step {step}: the run has steps 1 to {experiment.steps}.")
     checkpoint = origin(run, steps[0] - 1)
-    check_settings(run, steps[0])
+    check_settings(run, 1 if checkpoint is None else checkpoint.step + 1)
     with ExitStack() as stack:
         start, skip = _start(experiment, run, checkpoint)
         first = 1 if start is None else start.step + 1

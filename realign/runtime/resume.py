@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import hashlib
+import json
 import re
 import warnings
 from collections.abc import Iterable, Mapping
@@ -234,6 +236,11 @@ def training_settings(config: Mapping[str, Any]) -> dict[str, str]:
     return {key: value for key, value in config_leaves(config) if not is_free(key)}
 
 
+def settings_hash(config: Mapping[str, Any]) -> str:
+    """Return a hash of the settings of a config that affect training."""
+    return hashlib.sha256(json.dumps(training_settings(config), sort_keys=True).encode()).hexdigest()[:16]
+
+
 def _stretched_schedules(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     """Return the schedule lengths that equal `steps` in both configs, as `total: ${steps}` does, and differ."""
     return [
@@ -251,18 +258,13 @@ def _ends(key: str) -> list[int]:
 
 def warn_of_another_environment(saved: Mapping[str, Any]) -> None:
     """Warn if software or hardware differs from the checkpoint: the resumed run is then not bit-exact."""
-    if differing := other_environment(saved):
+    now = environment()
+    if differing := [f"{k} was {saved.get(k, ABSENT)}, is {now[k]}" for k in now if saved.get(k) != now[k]]:
         warnings.warn(
             f"The environment differs from that of the checkpoint ({'; '.join(differing)}). The run continues. Its "
             "metrics and weights can differ slightly from those of an uninterrupted run.",
             stacklevel=2,
         )
-
-
-def other_environment(saved: Mapping[str, Any]) -> list[str]:
-    """Return what differs between this environment and a saved one, such as `torch was 2.12.0, is 2.13.0`."""
-    now = environment()
-    return [f"{k} was {saved.get(k, ABSENT)}, is {now[k]}" for k in now if saved.get(k) != now[k]]
 
 
 class Attempts:

@@ -27,7 +27,6 @@ from realign.engines.distributed.ranks import current
 from realign.engines.shared_model import ReferenceEngine
 from realign.errors import CheckpointError, TransientError
 from realign.runtime.callbacks.run_callbacks import RunCallbacks
-from realign.runtime.chain import Chain
 from realign.runtime.checkpoint.folder import CHECKPOINTS, CheckpointWriter, Start, failed_write
 from realign.runtime.checkpoint.random_generators import random_state, restore_random
 from realign.runtime.checkpoint.saved_models import FINAL, Saves, hashes_of
@@ -309,7 +308,6 @@ class RunCheckpoints:
         saves: Saved folders of models.
         callbacks: Callbacks of the run.
         frozen: Result of `frozen_weights` before the first step.
-        chain: Chain of the run, on rank 0.
     """
 
     def __init__(
@@ -319,9 +317,7 @@ class RunCheckpoints:
         saves: Saves,
         callbacks: RunCallbacks,
         frozen: Mapping[str, Any],
-        chain: Chain | None = None,
     ) -> None:
-        self._chain = chain
         self._runtime, self._records, self._saves, self._frozen = runtime, records, saves, frozen
         self._callbacks = callbacks
         self._ranks = current()
@@ -393,23 +389,11 @@ class RunCheckpoints:
         """
         if self._writer is not None:
             folder = self._runtime.experiment.output_dir / FINAL
-            files = self._ranks.lead(partial(self._settled, step, folder))
+            files = self._ranks.lead(partial(hashes_of, folder))
             self._write(self._writer, step, {"final": files})
 
-    def _settled(self, step: int, folder: Path) -> dict[str, Any]:
-        """Return the hashes of the files of `final`, and add them to the chain; on rank 0."""
-        files = hashes_of(folder)
-        assert self._chain is not None
-        self._chain.final(step, {name: facts["sha256"] for name, facts in files.items()})
-        return files
-
     def metrics(self) -> dict[str, float]:
-        """Return `time/checkpoint_s` once after each checkpoint, for the metrics of the following step.
-
-        Also adds the checkpoints that have been written to the chain.
-        """
-        if self._writer is not None:
-            self._ranks.lead(partial(self._chain_written, self._writer))
+        """Return `time/checkpoint_s` once after each checkpoint, for the metrics of the following step."""
         stalled, self._stalled = self._stalled, {}
         return stalled
 
@@ -421,14 +405,7 @@ class RunCheckpoints:
         """Wait until the last checkpoint is written, and return the errors that were not reported before."""
         if self._writer is not None:
             self._writer.close()
-            self._chain_written(self._writer)
         return self._take_problems()
-
-    def _chain_written(self, writer: CheckpointWriter) -> None:
-        """Add the checkpoints that are on the disk to the chain."""
-        for step, files in writer.take_written():
-            if self._chain is not None:
-                self._chain.checkpoint(step, files)
 
     def _write(self, writer: CheckpointWriter, step: int, of_saves: Mapping[str, Any] | None = None) -> None:
         started = time.perf_counter()

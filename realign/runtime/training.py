@@ -19,7 +19,6 @@ from realign.api.callback import EndEvent, EndStatus, StartEvent
 from realign.engines.distributed.ranks import current, is_on_all_ranks
 from realign.own_files import replace_text
 from realign.runtime.callbacks.run_callbacks import RunCallbacks, Stop, settings_of
-from realign.runtime.chain import Chain, settings_hash
 from realign.runtime.checkpoint.folder import Start
 from realign.runtime.checkpoint.saved_models import Saves
 from realign.runtime.checkpoint.serialize import pack
@@ -36,13 +35,12 @@ from realign.runtime.metrics.trackers import BestEffortTracker, Tracker
 from realign.runtime.output_folder import take_output_folder
 from realign.runtime.processes.watchdog import Watch, WorkerHangs, WorkerLost
 from realign.runtime.recorded_calls import remove_later_calls, write_calls
-from realign.runtime.resume import DYNAMIC_SAMPLING, training_settings
+from realign.runtime.resume import DYNAMIC_SAMPLING, settings_hash
 from realign.runtime.rollout.dynamic_sampling import TaskSolved
 from realign.runtime.run_checkpoints import (
     RunCheckpoints,
     config_of,
     continue_from,
-    environment,
     frozen_weights,
     interface_states,
 )
@@ -130,13 +128,12 @@ class TrainingLoop:
         self.result = RunResult(self.out)
         self.records: Records | None = None
         self.details: RunDetails | None = None
-        self.chain: Chain | None = None
         self.info: RunInfo | None = None
         self.receivers: list[Tracker] = []
         self.warned: set[str] = set()
         self.result.history = self.ranks.lead(partial(self._open_files, start, trackers, stack))
         self.checkpoints = stack.enter_context(
-            RunCheckpoints(runtime, self.records, self.saves, self.callbacks, frozen, self.chain)
+            RunCheckpoints(runtime, self.records, self.saves, self.callbacks, frozen)
         )
 
     def _open_files(self, start: Start | None, trackers: Iterable[Tracker], stack: ExitStack) -> list[dict[str, float]]:
@@ -146,12 +143,10 @@ class TrainingLoop:
         stack.callback(  # also draw the curves of an interrupted run
             _draw, self.experiment, self.result, self.callbacks.metrics
         )
-        records = self.records = stack.enter_context(Records(self.out, start))
+        records = self.records = stack.enter_context(
+            Records(self.out, start, settings_hash(config_of(self.experiment)))
+        )
         remove_later_calls(self.out, self.done)
-        self.chain = Chain(records)
-        settings = settings_hash(training_settings(config_of(self.experiment)))
-        files = {} if start is None or start.new_run else start.checkpoint.hashes()
-        self.chain.start(self.done, settings, environment(), files)
         lead = self.experiment.lead_role
         decode = self.runtime.models[lead].tokenizer.decode
         details = RunDetails(self.experiment.records, lead, decode, self.runtime.spans, records, self.report.log)
@@ -294,7 +289,8 @@ class TrainingLoop:
             values, batch = self.runtime.step(step)
         calls, self.runtime.to_record = self.runtime.to_record, {}
         # what only rank 0 does goes through `lead`: were it to fail there, the other ranks would wait for rank 0
-        calls_hash = self.ranks.lead(partial(write_calls, self.out, step, calls)) if spec.calls else None
+        if spec.calls:
+            self.ranks.lead(partial(write_calls, self.out, step, calls))
         del calls  # or it would keep tensors of this step on their device
         values |= self.checkpoints.metrics()
         added: dict[str, float] = {}
@@ -318,7 +314,7 @@ class TrainingLoop:
         self.ranks.lead(partial(self._show, step, batch))
         self.saves.after_step(step, values, last=last)
         # last, so that the spans of the evaluations and saves of this step are among its own
-        self.ranks.lead(partial(self._write_details, step, batch, values, calls_hash))
+        self.ranks.lead(partial(self._write_details, step, batch))
 
     def _log(self, step: int, values: dict[str, float], *, alone: bool = False) -> None:
         """Add the metrics of a step to the history, and log them on rank 0; collective unless `alone`."""
@@ -345,14 +341,10 @@ class TrainingLoop:
         if self.console is not None and step % (self.experiment.print_samples_every_steps or step + 1) == 0:
             show(self.console, step, self.runtime.readable(batch, SHOWN))
 
-    def _write_details(
-        self, step: int, batch: SequenceSample, values: dict[str, float], calls_hash: str | None
-    ) -> None:
-        """Write the details of a step, and add it to the chain; on rank 0."""
+    def _write_details(self, step: int, batch: SequenceSample) -> None:
+        """Write the details of a step; on rank 0."""
         assert self.details is not None
-        assert self.chain is not None
         self.details.after_step(step, batch, self.runtime.traces)
-        self.chain.step(step, self.experiment.graph, batch, values, calls_hash)
 
     def _warn(self) -> None:
         """Warn once about each sign that the run trains without learning."""

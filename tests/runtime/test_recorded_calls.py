@@ -104,8 +104,8 @@ def recorded(folder, step):
 
 
 def of_training(metrics):
-    machine = ("time/", "rollout/", "eval", "step", "seconds")
-    return {k: v for k, v in metrics.items() if not k.startswith(machine) and k[-2:] != "_s"}
+    others = ("time/", "rollout/", "eval", "step", "seconds", "settings")
+    return {k: v for k, v in metrics.items() if not k.startswith(others) and k[-2:] != "_s"}
 
 
 @pytest.mark.parametrize("case", [c if c == "rewards" else pytest.param(c, marks=pytest.mark.slow) for c in CASES])
@@ -189,7 +189,7 @@ def test_calls_are_read_as_they_were_written(tmp_path):
     batch = SequenceSample.from_sequences(
         ["a", ("b", 1)], {"input_ids": [[[1, 2], [3]], [[4]]], "rewards": [[[0.5], [float("nan")]], [[2.0]]]}
     ).with_metadata(row=[{"x": [1, None]}, {}])
-    assert write_calls(tmp_path, 7, {"reward/0": RecordedCall(batch, {"rollout/x": 1.5})}) is not None
+    write_calls(tmp_path, 7, {"reward/0": RecordedCall(batch, {"rollout/x": 1.5})})
     call = read_calls(tmp_path, 7)["reward/0"]
     assert call.batch.ids == batch.ids
     assert call.batch.metadata == batch.metadata
@@ -198,7 +198,7 @@ def test_calls_are_read_as_they_were_written(tmp_path):
     assert torch.equal(call.batch["rewards"].nan_to_num(9), batch["rewards"].nan_to_num(9))
     assert call.metrics == {"rollout/x": 1.5}
     assert read_calls(tmp_path, 8) == {}
-    assert write_calls(tmp_path, 8, {}) is None
+    write_calls(tmp_path, 8, {})
 
 
 def test_a_folder_that_became_read_only_costs_the_calls_of_its_steps_only(tmp_path, monkeypatch):
@@ -209,13 +209,13 @@ def test_a_folder_that_became_read_only_costs_the_calls_of_its_steps_only(tmp_pa
     monkeypatch.setattr(Path, "unlink", refuse)
     batch = SequenceSample.from_sequences(["a"], {"input_ids": [[[1]]]})
     with pytest.warns(UserWarning, match="Read-only file system.*makes its calls again"):
-        assert write_calls(tmp_path, 1, {ROLLOUT: RecordedCall(batch, {})}) is None
+        write_calls(tmp_path, 1, {ROLLOUT: RecordedCall(batch, {})})
 
 
 def test_a_call_that_cannot_be_written_is_a_warning_and_a_damaged_file_an_error(tmp_path):
     batch = SequenceSample.from_sequences(["a"], {"input_ids": [[[1]]]}).with_metadata(row=[object()])
     with pytest.warns(UserWarning, match="makes its calls again"):
-        assert write_calls(tmp_path, 1, {ROLLOUT: RecordedCall(batch, {})}) is None
+        write_calls(tmp_path, 1, {ROLLOUT: RecordedCall(batch, {})})
     assert not list((tmp_path / "calls").glob("*"))
     recorded_calls_path(tmp_path, 1).parent.mkdir(exist_ok=True)
     recorded_calls_path(tmp_path, 1).write_bytes(b"\x08" + b"\0" * 40)

@@ -87,9 +87,8 @@ def recorded(folder, step):
 
 
 def of_training(metrics):
-    return {
-        k: v for k, v in metrics.items() if not k.startswith(("time/", "eval", "step", "seconds")) and k[-2:] != "_s"
-    }
+    others = ("time/", "eval", "step", "seconds", "settings")
+    return {k: v for k, v in metrics.items() if not k.startswith(others) and k[-2:] != "_s"}
 
 
 @pytest.mark.parametrize("case", [c if c == "grpo" else pytest.param(c, marks=pytest.mark.slow) for c in CASES])

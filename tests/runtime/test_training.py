@@ -60,8 +60,7 @@ FAILS_ON_RANK_0 = {
     "recorded calls": "realign.runtime.training.write_calls",
     "samples": "realign.runtime.training.TrainingLoop._warn",
     "details": "realign.runtime.metrics.details.RunDetails.after_step",
-    "chain": "realign.runtime.chain.Chain.step",
-    "chain of checkpoints": "realign.runtime.chain.Chain.checkpoint",
+    "final models": "realign.runtime.run_checkpoints.hashes_of",
 }
 
 
@@ -82,7 +81,7 @@ def test_an_error_that_only_rank_0_sees_ends_all_ranks_with_it(tmp_path, what):
 
 
 def test_an_error_of_rank_0_after_the_last_checkpoint_ends_all_ranks_with_it(tmp_path):
-    own, other = run_ranks(2, error_of_rank_0, tmp_path, FAILS_ON_RANK_0["chain of checkpoints"], 10)
+    own, other = run_ranks(2, error_of_rank_0, tmp_path, FAILS_ON_RANK_0["final models"], 10)
     assert own == ("no space left", False)
     assert other == ("no space left", True)
 

@@ -39,7 +39,7 @@ AVERAGED = "_ema"
 
 RUN_FILES = (
     *("config.yaml", "metrics.jsonl", "samples.jsonl", "eval_samples.jsonl", "curves.png", "last_failure.json"),
-    *("tokens.jsonl", "spans.jsonl", "warnings.jsonl", "system.jsonl", "chain.jsonl", "run.json", "summary.json"),
+    *("tokens.jsonl", "spans.jsonl", "warnings.jsonl", "system.jsonl", "run.json", "summary.json"),
     *("calls", "calls/*.safetensors"),
     *("final", "final/*", "best", "best/*", "step_*", "step_*/*", "checkpoints", "checkpoints/step_*"),
     *("tensorboard", "realign.log", ".hydra", ".hydra/*.yaml", FILES),

@@ -27,7 +27,7 @@ from realign.runtime.checkpoint.schema import load_state
 
 T = TypeVar("T")
 E = TypeVar("E")
-RESERVED = ("step", "seconds")
+RESERVED = ("step", "seconds", "settings")
 """Names that metrics.jsonl uses for something else."""
 
 

@@ -23,7 +23,6 @@ import stat
 import threading
 import time
 import warnings
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -81,15 +80,6 @@ class Checkpoint:
                 tensors |= read_saved(self.path / PARTS)
         with self._reading(STATE):
             return unpack(json.loads((self.path / STATE).read_bytes()), tensors)
-
-    def hashes(self) -> dict[str, str]:
-        """Return the sha256 of each file according to the manifest, and of the manifest itself.
-
-        Raises:
-            CorruptCheckpoint: The manifest is missing or damaged.
-        """
-        files = {name: digest for name, (_, digest) in self._manifest().items()}
-        return files | {MANIFEST: facts_of(self.path / MANIFEST)["sha256"]}
 
     def check_files(self) -> None:
         """Compare all files with the manifest.
@@ -374,7 +364,6 @@ class CheckpointWriter:
             raise ValueError(f"keep={keep}: must be at least 1")
         self._folder, self._keep, self._ranks = folder, keep, ranks or Ranks()
         self._failures: list[str] = []
-        self._written: deque[tuple[int, dict[str, str]]] = deque()
         self._thread: threading.Thread | None = None
         self._ranks.lead(partial(remove_leftovers, folder))
 
@@ -440,13 +429,6 @@ class CheckpointWriter:
         del self._failures[: len(messages)]
         return messages
 
-    def take_written(self) -> list[tuple[int, dict[str, str]]]:
-        """Return once the step and the `hashes` of each checkpoint that has been written; does not wait."""
-        written = []
-        while self._written:  # the background thread may append meanwhile
-            written.append(self._written.popleft())
-        return written
-
     def close(self) -> None:
         """Wait until the current write is finished."""
         if self._thread is not None:
@@ -458,8 +440,7 @@ class CheckpointWriter:
         try:
             if earlier := [c.step for c in list_checkpoints(self._folder) if c.step <= step]:
                 last = f"step {earlier[-1]}"
-            checkpoint = write_packed(self._folder, step, packed, begun)
-            self._written.append((step, checkpoint.hashes()))
+            write_packed(self._folder, step, packed, begun)
         except Exception as error:  # training continues without this checkpoint
             self._failures.append(f"{failed_write(step, error)} Last good checkpoint: {last}.")
             return

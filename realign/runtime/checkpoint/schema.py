@@ -33,7 +33,7 @@ from realign.engines.distributed.shard_files import Saved
 from realign.errors import CheckpointError
 from realign.text import shortened
 
-RecordName: TypeAlias = Literal["metrics", "samples", "eval_samples", "tokens", "spans", "warnings", "system", "chain"]
+RecordName: TypeAlias = Literal["metrics", "samples", "eval_samples", "tokens", "spans", "warnings", "system"]
 RECORDS: tuple[RecordName, ...] = get_args(RecordName)
 """Record files of a run, without `.jsonl`."""
 

@@ -42,6 +42,8 @@ class JsonLinesWriter:
 
     def __init__(self, path: Path, keep_bytes: int = 0, *, seconds: float = 0.0) -> None:
         self.path = path
+        self.added: Mapping[str, str] = {}
+        """Further entries of each line of metrics."""
         self._waiting: deque[bytes] = deque()
         self._lost = 0
         self._problem = ""
@@ -73,9 +75,9 @@ class JsonLinesWriter:
         return self._hash.hexdigest()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append `{"step", "seconds", metric: value, ...}`. Non-finite values become null."""
+        """Append `{"step", "seconds", ...added, metric: value, ...}`. Non-finite values become null."""
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        self.write({"step": step, "seconds": round(self.seconds, 3), **finite})
+        self.write({"step": step, "seconds": round(self.seconds, 3), **self.added, **finite})
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append a JSON object."""
@@ -182,8 +184,11 @@ def prefix(path: Path, size: int) -> Iterator[bytes]:
 class Records:
     """The record files of a run, such as metrics.jsonl and samples.jsonl."""
 
-    def __init__(self, folder: Path, start: Start | None) -> None:
-        """Open the files in `folder`. When resuming from `start`, truncate them to their size at its checkpoint."""
+    def __init__(self, folder: Path, start: Start | None, settings: str) -> None:
+        """Open the files in `folder`. When resuming from `start`, truncate them to their size at its checkpoint.
+
+        `settings` is the hash of the settings of the steps to come, which each line of metrics.jsonl has.
+        """
         state: Mapping[str, Any] = {"seconds": 0.0, "sizes": {}}
         self.recorded = -1
         """Last step in metrics.jsonl before it was truncated; -1 if there is none."""
@@ -197,8 +202,8 @@ class Records:
             for name in RECORDS
         ]
         # in the order of `RECORDS`
-        self.metrics, self.samples, self.eval_samples, self.tokens, self.spans, self.warnings, self.system = opened[:-1]
-        self.chain = opened[-1]
+        self.metrics, self.samples, self.eval_samples, self.tokens, self.spans, self.warnings, self.system = opened
+        self.metrics.added = {"settings": settings}
         self.files = dict(zip(RECORDS, opened, strict=True))
 
     def __enter__(self) -> Self:
@@ -221,7 +226,8 @@ class Records:
         for number, line in enumerate(self.metrics.path.read_bytes().splitlines(), 1):
             try:
                 record = json.loads(line)
-                record.pop("seconds", None)
+                for name in ("seconds", "settings"):
+                    record.pop(name, None)
                 records.append({name: math.nan if value is None else value for name, value in record.items()})
             except (ValueError, AttributeError) as error:
                 warnings.warn(f"{self.metrics.path}, line {number}: {error}. The line is skipped.", stacklevel=2)
