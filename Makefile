@@ -10,7 +10,7 @@ export OMP_WAIT_POLICY = PASSIVE
 # Images of containers often set it. Then every process of the tests would compile them and the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: bench curves referee docs demo rlhf llm servers torture scale test test-slow lint types contracts check clean
+.PHONY: bench curves referee docs demo rlhf llm servers torture scale test test-planner test-slow lint types contracts check clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -m venv $(VENV)
@@ -47,7 +47,7 @@ torture: $(VENV)/.installed
 servers: $(VENV)/.llm .servers/.installed
 	@$(BIN)/python -m benchmarks.servers $(ARGS)
 
-scale: $(VENV)/.installed
+scale: $(VENV)/.planner
 	@$(BIN)/python -m benchmarks.scale $(ARGS)
 
 curves: export OMP_NUM_THREADS = 1
@@ -62,6 +62,15 @@ referee: $(VENV)/.installed
 test: export OMP_NUM_THREADS = 1
 test: $(VENV)/.installed
 	@$(BIN)/python -m pytest -n auto --dist worksteal
+
+# `realign plan` is a distribution of its own.
+$(VENV)/.planner: $(VENV)/.installed extras/planner/pyproject.toml
+	@$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -e extras/planner
+	@touch $@
+
+test-planner: export OMP_NUM_THREADS = 1
+test-planner: $(VENV)/.planner
+	@$(BIN)/python -m pytest -n auto --dist worksteal -m '' extras/planner/tests
 
 # Extras that only slow tests need.
 $(VENV)/.slow: $(VENV)/.installed
@@ -78,7 +87,7 @@ test-slow: $(VENV)/.slow
 
 lint: $(VENV)/.installed
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
-	@$(BIN)/python scripts/lint_english.py realign tests examples benchmarks experiments scripts docs/adr README.md CONTRIBUTING.md
+	@$(BIN)/python scripts/lint_english.py realign extras tests examples benchmarks experiments scripts docs/adr README.md CONTRIBUTING.md
 
 types: $(VENV)/.installed
 	@$(BIN)/mypy

@@ -1,6 +1,6 @@
 """Simulation of 8 to 1,024 accelerators: throughput and staleness by placement and staleness bound.
 
-The costs come from a roofline model, whose constants are assumptions (`realign.planning.options`). They were not
+The costs come from a roofline model, whose constants are assumptions (`realign_planner.options`). They were not
 measured on a cluster. Use the results to compare placements, not to predict seconds.
 """
 
@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import table
-from realign.planning.options import Accelerator, Assumed
-from realign.planning.simulator import (
+from realign_planner.options import Accelerator, Assumed
+from realign_planner.simulator import (
     Costs,
     NetworkSizes,
     RuntimeSchedule,

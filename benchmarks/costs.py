@@ -1,4 +1,4 @@
-"""Measure the costs of the parts of a step on this machine. Input of the simulator (`realign.planning.simulator`)."""
+"""Measure the costs of the parts of a step on this machine. Input of the simulator (`realign_planner.simulator`)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from realign.planning.simulator import Costs
+from realign_planner.simulator import Costs
 
 
 def measure(words: Sequence[str], prompts: int, tokens: int, repeats: int = 6) -> Costs:

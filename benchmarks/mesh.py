@@ -39,7 +39,7 @@ from realign.engines.network.attention import ATTENTION
 from realign.engines.network.passes import ParallelPasses
 from realign.engines.network.settings import NetworkSettings
 from realign.engines.training.transformers_engine import TransformersEngine
-from realign.planning.traffic import traffic
+from realign_planner.traffic import traffic
 from tests.engines.distributed.run_ranks import run_ranks
 
 RANKS = 4

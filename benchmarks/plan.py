@@ -32,12 +32,12 @@ from typing import Any
 from benchmarks.jobs import REALIGN, TORCHRUN, Job
 from benchmarks.report import arguments, facts, table
 from benchmarks.scale.task import common, prepare
-from realign.planning.measured import calibrated, read_runs, with_measured_lengths
-from realign.planning.options import DeviceKind, PlanOptions
-from realign.planning.placements import PlannedGroup, PlannedPlacement, Sampling, launcher, overrides
-from realign.planning.predict import Cluster, Prediction, predict
-from realign.planning.simulator import full_steps
-from realign.planning.workload import Workload, workload_of
+from realign_planner.measured import calibrated, read_runs, with_measured_lengths
+from realign_planner.options import DeviceKind, PlanOptions
+from realign_planner.placements import PlannedGroup, PlannedPlacement, Sampling, launcher, overrides
+from realign_planner.predict import Cluster, Prediction, predict
+from realign_planner.simulator import full_steps
+from realign_planner.workload import Workload, workload_of
 
 PROMPTS, GROUP, LENGTH = 16, 8, 32
 LIMIT = 0.25

@@ -84,6 +84,7 @@ def test_the_source_distribution_can_run_its_checks():
     read = {
         "scripts",
         "docs",
+        "extras",
         "tests",
         "docker",
         "mkdocs.yml",

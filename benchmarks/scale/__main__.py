@@ -11,7 +11,7 @@ runtimes   GRPO with a reference model, a Qwen2 with 3 million weights and 128 r
 rollouts   Decoupled PPO with a reward that takes 1 s on average. Its duration is log-normal and identical for all
            responses to a prompt. Compares synchronous rollout with asynchronous rollout (max_staleness=2), in
            responses per second and final reward per seed, and runs once with a rollout worker on Ray. The simulator
-           (`realign.planning`) predicts the seconds of a step from costs measured without waiting for rewards.
+           (`realign_planner`) predicts the seconds of a step from costs measured without waiting for rewards.
 recovery   SIGKILL of a Ray worker, and of a rank under torchrun. Reports the seconds until the run has reached its
            previous step again, and the difference of its final weights from those of an undisturbed run.
 

@@ -13,7 +13,7 @@ from benchmarks.costs import measure
 from benchmarks.jobs import Job
 from benchmarks.report import table
 from benchmarks.scale.task import ON_RAY, REWARD, SIGMA, TOKENS, common
-from realign.planning.simulator import Costs, Report, RuntimeSchedule, Tail, Work, full_steps, simulate
+from realign_planner.simulator import Costs, Report, RuntimeSchedule, Tail, Work, full_steps, simulate
 
 PROMPTS, GROUP, WORKERS, BOUND = 8, 4, 48, 2
 LAST = 4

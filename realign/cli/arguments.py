@@ -29,7 +29,8 @@ class Command(NamedTuple):
     """A command of `realign`."""
 
     function: str
-    """Module in `realign.cli` and function, which receives the arguments and the words after the command."""
+    """Module in `realign.cli` and function, which receives the arguments and the words after the command. A name
+    without a colon is that of a distribution, whose entry point in `realign.commands` is the function."""
     flags: tuple[str, ...] = ()
     """Options that apply to this command, and not to every one."""
     settings: str = ""
@@ -57,7 +58,7 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
         TRAIN: Command("train:train", ("config_dir", "multirun", "trials", "cfg", "info")),
         "check": Command("check:check", ("config_dir",)),
         "graph": Command("commands:graph", ("config_dir", "format", "out")),
-        "plan": Command("plan:plan", ("config_dir",), "realign.planning.options.PlanOptions"),
+        "plan": Command("realign-planner", ("config_dir",), "realign_planner.options.PlanOptions"),
         "profile": Command("profile:profile", ("config_dir",), "realign.runtime.profiling.ProfileOptions"),
         "chat": Command("chat:chat"),
         "eval": Command("evaluate:evaluate", ("config_dir", "out"), "realign.cli.evaluate.EvalOptions"),

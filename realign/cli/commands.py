@@ -8,12 +8,13 @@ import gc
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from importlib import import_module
+from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from realign.cli.arguments import (
     COMMANDS,
@@ -71,7 +72,7 @@ Usage
   realign ./my.yaml <overrides>   train with your own experiment file
   realign check <overrides>       run everything except training: graph, data, shapes, rewards, devices, disk
   realign graph <overrides>       show the dataflow graph: [--format text|mermaid|svg] [--out FILE]
-  realign plan <overrides>        compare placements on a cluster: [plan.devices=8 plan.device=h100 ...]
+  realign plan <overrides>        compare placements on a cluster: [plan.devices=8 ...] (pip install realign-planner)
   realign profile <overrides>     profile a few steps with torch: [profile.start=2 profile.steps=2]
   realign chat MODEL              chat with a model, or answer the lines of stdin: [generation.temperature=0.7 ...]
   realign eval MODEL <overrides>  evaluate a saved model: [evaluation.data.path=FILE ... --out DIR eval.sets=[NAME]]
@@ -245,10 +246,23 @@ def _dispatch(argv: list[str], start: Start) -> int:
 
                 return search(words, args.config_dir, start, debug, args.trials)
             return sweep(words, args.config_dir, start, debug)
-    module, _, name = COMMANDS[command].function.partition(":")
     with uncollected() if command in BRIEF else nullcontext():
-        function = getattr(import_module(f"realign.cli.{module}"), name)
+        function = _function_of(command)
         return int(function(args, words, start) if command == TRAIN else function(args, words))
+
+
+def _function_of(command: str) -> Callable[..., int]:
+    """Return the function of a command.
+
+    Raises:
+        ConfigError: the distribution that has it isn't installed.
+    """
+    module, colon, name = COMMANDS[command].function.partition(":")
+    if colon:
+        return cast(Callable[..., int], getattr(import_module(f"realign.cli.{module}"), name))
+    for point in entry_points(group="realign.commands", name=command):
+        return cast(Callable[..., int], point.load())
+    raise ConfigError(f"realign {command} is a package of its own: pip install {module}")
 
 
 def _command_of(words: Sequence[str]) -> tuple[str, list[str]]:

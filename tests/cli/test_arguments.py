@@ -2,11 +2,33 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from enum import StrEnum, auto
+
 import pytest
 
 from realign.cli.arguments import OPTION_NAMES, split_options, unknown_option, with_overrides_for_flags
 from realign.config.errors import ConfigError
-from realign.planning.options import DeviceKind, PlanOptions
+from realign.errors import SettingsError
+from realign.settings import Count, Settings
+
+
+class Kind(StrEnum):
+    a100 = auto()
+    h100 = auto()
+
+
+@dataclass
+class Options(Settings):
+    devices: Count = 8
+    nodes: Count = 1
+    device: Kind = Kind.h100
+    runs: list[str] | str = ""
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.devices % self.nodes:
+            raise SettingsError(f"nodes={self.nodes}: must divide devices={self.devices}")
 
 
 @pytest.mark.parametrize(
@@ -43,10 +65,9 @@ def test_an_unknown_option_is_answered_with_the_nearest():
 
 def test_options_are_separated_from_the_overrides_of_the_experiment():
     words = ["experiment=grpo", "plan.devices=16", "planning=1", "plan.device=a100", "plan.runs=[a,b]", "steps=3"]
-    options, rest = split_options("plan", PlanOptions, words)
-    assert options == PlanOptions(devices=16, device=DeviceKind.a100, runs=["a", "b"])
-    assert options.folders == ["a", "b"]
-    assert split_options("plan", PlanOptions, ["plan.runs=runs/a"])[0].folders == ["runs/a"]
+    options, rest = split_options("plan", Options, words)
+    assert options == Options(devices=16, device=Kind.a100, runs=["a", "b"])
+    assert split_options("plan", Options, ["plan.runs=runs/a"])[0].runs == "runs/a"
     assert rest == ["experiment=grpo", "planning=1", "steps=3"]
 
 
@@ -63,5 +84,5 @@ def test_options_are_separated_from_the_overrides_of_the_experiment():
 )
 def test_a_wrong_option_is_named(word, message):
     with pytest.raises(ConfigError) as caught:
-        split_options("plan", PlanOptions, [word])
+        split_options("plan", Options, [word])
     assert message in str(caught.value)

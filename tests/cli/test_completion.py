@@ -50,8 +50,6 @@ CHECKOUT = Path(__file__).parents[2]
         ("realign --shell-completion ", ["bash", "fish", "zsh"]),
         ("realign --mul", ["--multirun"]),
         ("realign plan pl", ["plan."]),
-        ("realign plan experiment=grpo plan.dev", ["plan.device=", "plan.devices="]),
-        ("realign plan plan.device=h", ["plan.device=h100", "plan.device=h200"]),
         ("realign profile experiment=grpo profile.st", ["profile.start=", "profile.steps="]),
         ("realign profile profile.start=", []),
         ("realign check plan.dev", []),

@@ -16,9 +16,9 @@ def test_every_row_is_there_once_and_in_order():
 
 
 def test_the_test_of_every_row_exists():
-    absent = [
-        f"{row}: {file}::{name}"
-        for row, file, name in ROWS
-        if not re.search(rf"^def {name}\(", (ROOT / "tests" / file).read_text(encoding="utf-8"), re.MULTILINE)
-    ]
+    absent = []
+    for row, file, name in ROWS:
+        path = ROOT / file if file.startswith("extras/") else ROOT / "tests" / file
+        if not re.search(rf"^def {name}\(", path.read_text(encoding="utf-8"), re.MULTILINE):
+            absent.append(f"{row}: {file}::{name}")
     assert absent == []

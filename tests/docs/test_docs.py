@@ -22,9 +22,9 @@ from realign.cli.launch_table import derived_rows
 from realign.cli.serve import serve_of
 from realign.config import build_experiment, compose
 from realign.config.help import key_help
-from realign.planning.options import PlanOptions
 from realign.runtime import run
 from realign.runtime.profiling import ProfileOptions
+from realign_planner.options import PlanOptions
 from tests.docs import pages
 from tests.docs.pages import compositions, site
 from tests.tiny import save_tiny, tiny_tokenizer
@@ -36,7 +36,7 @@ TRAIN = python_api.train
 ROOT = Path(__file__).parents[2]
 PAGES = [
     *sorted((ROOT / "docs").rglob("*.md")),
-    *(p for p in (ROOT / "CONTRIBUTING.md", ROOT / "README.md") if p.exists()),
+    *(ROOT / name for name in ("CONTRIBUTING.md", "README.md", "extras/planner/README.md")),
 ]
 
 

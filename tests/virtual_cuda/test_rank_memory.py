@@ -8,11 +8,11 @@ import torch
 from realign.engines import Causal, OptimizerSpec, Sharding
 from realign.engines.memory import MemoryModel
 from realign.engines.model_shape import shape_of
-from realign.planning.options import DEVICES
-from realign.planning.placement_memory import memory_of
-from realign.planning.placements import PlannedGroup, PlannedMesh, PlannedPlacement, Sampling
-from realign.planning.simulator import NetworkSizes, Tail, Work
-from realign.planning.workload import CallLoad, RoleLoad, Workload
+from realign_planner.options import DEVICES
+from realign_planner.placement_memory import memory_of
+from realign_planner.placements import PlannedGroup, PlannedMesh, PlannedPlacement, Sampling
+from realign_planner.simulator import NetworkSizes, Tail, Work
+from realign_planner.workload import CallLoad, RoleLoad, Workload
 from tests.virtual_cuda.rank_memory import CUDA, SIZES, Case, config_of, estimated, full_depth, tracked
 
 GIB = 2**30

@@ -2,10 +2,13 @@ from __future__ import annotations
 
 import pytest
 
+from extras.planner.tests.models import built, load_for, words_for, write_model
 from realign.config import compose
 from realign.config.experiment import build_experiment
-from realign.planning.options import PlanOptions
-from realign.planning.placements import (
+from realign.runtime.processes.placement import plan_groups
+from realign.runtime.rollout.spec import Async
+from realign_planner.options import PlanOptions
+from realign_planner.placements import (
     LAUNCHERS,
     PlannedGroup,
     PlannedMesh,
@@ -19,10 +22,7 @@ from realign.planning.placements import (
     placements,
     widths,
 )
-from realign.planning.workload import workload_of
-from realign.runtime.processes.placement import plan_groups
-from realign.runtime.rollout.spec import Async
-from tests.planning.models import built, load_for, words_for, write_model
+from realign_planner.workload import workload_of
 
 REF = "interfaces.actor.kl.place=loss"
 

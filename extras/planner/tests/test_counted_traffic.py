@@ -17,7 +17,7 @@ from realign.engines import Causal, Sharding
 from realign.engines.distributed.ranks import current
 from realign.engines.memory import MemoryModel
 from realign.engines.model_shape import shape_of
-from realign.planning.traffic import traffic
+from realign_planner.traffic import traffic
 from tests.engines.distributed.run_ranks import run_ranks
 from tests.engines.distributed.scenarios import load, plain_loss, weight
 from tests.tiny import random_sample, save_tiny

@@ -9,10 +9,10 @@ import torch
 from realign.engines.memory import MemoryModel
 from realign.engines.model_shape import ModelShape
 from realign.engines.training.optimizer import OptimizerSpec
-from realign.planning.options import Accelerator, Assumed, Device, PlanOptions
-from realign.planning.predict import Cluster
-from realign.planning.simulator import NetworkSizes, Tail, Work
-from realign.planning.workload import CallLoad, RoleLoad, Workload
+from realign_planner.options import Accelerator, Assumed, Device, PlanOptions
+from realign_planner.predict import Cluster
+from realign_planner.simulator import NetworkSizes, Tail, Work
+from realign_planner.workload import CallLoad, RoleLoad, Workload
 
 NETWORK = NetworkSizes(weights=100.0, layers=5, kv_heads=1, head_size=1, hidden=10, number_bytes=2)
 SHAPE = ModelShape(

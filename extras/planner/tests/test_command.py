@@ -6,11 +6,12 @@ import shlex
 
 import pytest
 
+from extras.planner.tests.models import words_for, write_model
 from realign.cli import commands as cli
 from realign.cli.arguments import read_arguments
+from realign.cli.completion import completions
 from realign.config import compose
 from realign.config.experiment import build_experiment
-from tests.planning.models import words_for, write_model
 
 
 @pytest.fixture
@@ -74,3 +75,14 @@ def test_a_wrong_option_is_an_error_in_one_line(words, capsys):
     assert "plan.device: unknown choice 'tpu'" in capsys.readouterr().err
     assert cli.main(["plan", *words, "plan.runs=nowhere"]) == 2
     assert "plan.runs=nowhere: the folder contains no metrics.jsonl" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("realign plan experiment=grpo plan.dev", ["plan.device=", "plan.devices="]),
+        ("realign plan plan.device=h", ["plan.device=h100", "plan.device=h200"]),
+    ],
+)
+def test_options_are_completed(line, expected):
+    assert completions(line) == expected

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from realign.config import compose
 from realign.config.experiment import build_experiment
-from realign.planning.options import PlanOptions
-from realign.planning.workload import workload_of
+from realign_planner.options import PlanOptions
+from realign_planner.workload import workload_of
 
 CONFIG = {
     "architectures": ["Qwen2ForCausalLM"],

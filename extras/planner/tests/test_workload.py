@@ -3,12 +3,12 @@ from __future__ import annotations
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from extras.planner.tests.models import built, load_for, words_for, write_model
 from realign.engines.sampling.in_process import InProcessSampling
 from realign.errors import ConfigError
-from realign.planning.options import PlanOptions
-from realign.planning.simulator import Tail
-from realign.planning.workload import LORA_FRACTION, workload_of
-from tests.planning.models import built, load_for, words_for, write_model
+from realign_planner.options import PlanOptions
+from realign_planner.simulator import Tail
+from realign_planner.workload import LORA_FRACTION, workload_of
 
 
 def test_the_sizes_of_a_model_come_from_its_config_without_weights(tmp_path):

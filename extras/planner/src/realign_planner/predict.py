@@ -6,12 +6,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from realign.planning.options import Device, PlanOptions
-from realign.planning.placement_memory import fits, in_process_slots, memory_of
-from realign.planning.placements import PlannedGroup, PlannedPlacement, Sampling
-from realign.planning.simulator import Costs, RuntimeSchedule, Work, decoding, rows_that_fit, simulate
-from realign.planning.traffic import Traffic, traffic
-from realign.planning.workload import CallLoad, Workload
+from realign_planner.options import Device, PlanOptions
+from realign_planner.placement_memory import fits, in_process_slots, memory_of
+from realign_planner.placements import PlannedGroup, PlannedPlacement, Sampling
+from realign_planner.simulator import Costs, RuntimeSchedule, Work, decoding, rows_that_fit, simulate
+from realign_planner.traffic import Traffic, traffic
+from realign_planner.workload import CallLoad, Workload
 
 ROUNDS = 2
 """Number of simulated groups of `max_staleness + 1` steps with a full pipeline. Waits for old prompts recur so."""

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import product
 
-from realign.engines.memory import MemoryModel
-from realign.planning.options import DeviceKind, PlanOptions
-from realign.planning.workload import Workload
+from realign_planner.internals import MemoryModel
+from realign_planner.options import DeviceKind, PlanOptions
+from realign_planner.workload import Workload
 
 SPLITS = 8
 """Number of parts in which the devices are split between sampling and training."""

@@ -5,13 +5,13 @@ from dataclasses import astuple, replace
 
 import pytest
 
+from extras.planner.tests.cluster import CLUSTER, LOAD
 from realign.errors import ConfigError, DataError
-from realign.planning.measured import MeasuredStep, calibrated, read_runs, with_measured_lengths
-from realign.planning.options import PlanOptions
-from realign.planning.placements import PlannedGroup, PlannedPlacement
-from realign.planning.predict import Scale, costs_of
-from realign.planning.simulator import Tail
-from tests.planning.cluster import CLUSTER, LOAD
+from realign_planner.measured import MeasuredStep, calibrated, read_runs, with_measured_lengths
+from realign_planner.options import PlanOptions
+from realign_planner.placements import PlannedGroup, PlannedPlacement
+from realign_planner.predict import Scale, costs_of
+from realign_planner.simulator import Tail
 
 FIXED = replace(LOAD, work=replace(LOAD.work, lengths=Tail(64.0, 0.0, 64.0)))
 ONE = PlannedPlacement((PlannedGroup(("actor", "ref"), 1),))

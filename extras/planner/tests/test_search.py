@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from realign.planning.options import Accelerator, Device, PlanOptions
-from realign.planning.placement_memory import memory_of
-from realign.planning.placements import PlannedGroup, PlannedPlacement, placements
-from realign.planning.predict import Cluster, predict
-from realign.planning.search import EQUAL, search
-from tests.planning.cluster import ASSUMED, CLUSTER, DEVICE, LOAD
+from extras.planner.tests.cluster import ASSUMED, CLUSTER, DEVICE, LOAD
+from realign_planner.options import Accelerator, Device, PlanOptions
+from realign_planner.placement_memory import memory_of
+from realign_planner.placements import PlannedGroup, PlannedPlacement, placements
+from realign_planner.predict import Cluster, predict
+from realign_planner.search import EQUAL, search
 
 
 def cluster(**options):

@@ -7,18 +7,18 @@ from dataclasses import replace
 import pytest
 import torch
 
+from extras.planner.tests.cluster import SHAPE
 from realign.api.memory import MemoryWork
 from realign.engines.memory import MemoryModel
 from realign.engines.model_shape import ModelShape
 from realign.engines.sampling.decode import CACHE_BYTES
 from realign.engines.sampling.in_process import InProcessSampling
 from realign.engines.training.optimizer import OptimizerSpec
-from realign.planning.options import CPU_CORE, DEVICES, Accelerator, Assumed, Device
-from realign.planning.placement_memory import fits, in_process_slots, memory_of
-from realign.planning.placements import PlannedGroup, PlannedMesh, PlannedPlacement, Sampling
-from realign.planning.simulator import NetworkSizes, Tail, Work
-from realign.planning.workload import AutoMemory, CallLoad, RoleLoad, Workload
-from tests.planning.cluster import SHAPE
+from realign_planner.options import CPU_CORE, DEVICES, Accelerator, Assumed, Device
+from realign_planner.placement_memory import fits, in_process_slots, memory_of
+from realign_planner.placements import PlannedGroup, PlannedMesh, PlannedPlacement, Sampling
+from realign_planner.simulator import NetworkSizes, Tail, Work
+from realign_planner.workload import AutoMemory, CallLoad, RoleLoad, Workload
 
 N = 10**9
 NETWORK = NetworkSizes(weights=N, layers=10, kv_heads=2, head_size=64, hidden=1000, number_bytes=2)

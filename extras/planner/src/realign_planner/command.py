@@ -10,14 +10,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from realign.cli.arguments import composed_line, split_options
-from realign.cli.train import build
-from realign.planning.measured import calibrated, read_runs, with_measured_lengths
-from realign.planning.options import PlanOptions
-from realign.planning.placements import LAUNCHERS, launcher, notes, overrides
-from realign.planning.predict import Cluster, Prediction
-from realign.planning.search import Search, search
-from realign.planning.workload import Workload, workload_of
+from realign_planner.internals import build, composed_line, split_options
+from realign_planner.measured import calibrated, read_runs, with_measured_lengths
+from realign_planner.options import PlanOptions
+from realign_planner.placements import LAUNCHERS, launcher, notes, overrides
+from realign_planner.predict import Cluster, Prediction
+from realign_planner.search import Search, search
+from realign_planner.workload import Workload, workload_of
 
 GB = 1e9
 INEXPRESSIBLE = (

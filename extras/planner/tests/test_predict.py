@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from realign.planning.options import PlanOptions
-from realign.planning.placements import PlannedGroup, PlannedMesh, PlannedPlacement, Sampling
-from realign.planning.predict import (
+from extras.planner.tests.cluster import CLUSTER, DEVICE, LOAD, NETWORK
+from realign_planner.options import PlanOptions
+from realign_planner.placements import PlannedGroup, PlannedMesh, PlannedPlacement, Sampling
+from realign_planner.predict import (
     Cluster,
     Scale,
     collectives_s,
@@ -19,8 +20,7 @@ from realign.planning.predict import (
     schedule,
     token_s,
 )
-from realign.planning.simulator import Costs
-from tests.planning.cluster import CLUSTER, DEVICE, LOAD, NETWORK
+from realign_planner.simulator import Costs
 
 TOGETHER = PlannedGroup(("actor", "ref"), 1)
 APART = (PlannedGroup(("actor",), 1), PlannedGroup(("ref",), 1))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from realign.engines.memory import FP32, MemoryModel
+from realign_planner.internals import FP32, MemoryModel
 
 
 @dataclass(frozen=True)

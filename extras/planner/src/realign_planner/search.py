@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from realign.planning.placement_memory import fits, memory_of
-from realign.planning.placements import PlannedMesh, PlannedPlacement, placements
-from realign.planning.predict import Cluster, Prediction, costs_of, predict, schedule, with_steps
-from realign.planning.simulator import RuntimeSchedule, simulate
-from realign.planning.workload import Workload
+from realign_planner.placement_memory import fits, memory_of
+from realign_planner.placements import PlannedMesh, PlannedPlacement, placements
+from realign_planner.predict import Cluster, Prediction, costs_of, predict, schedule, with_steps
+from realign_planner.simulator import RuntimeSchedule, simulate
+from realign_planner.workload import Workload
 
 SIMULATED = 8
 """Number of fitting allocations of devices to simulate, each with its fastest mesh and every staleness bound."""

@@ -24,8 +24,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from realign.planning.options import Accelerator, Assumed
-from realign.runtime.rollout.staleness import Staleness
+from realign_planner.internals import Staleness
+from realign_planner.options import Accelerator, Assumed
 
 
 @dataclass(frozen=True)

@@ -12,16 +12,16 @@ import torch.distributed as dist
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from extras.planner.tests.models import built, words_for
 from realign.engines import TransformersModel
 from realign.engines.distributed import sharded_network
 from realign.engines.distributed.ranks import LAUNCHED, Ranks
 from realign.engines.host import Host
 from realign.engines.servers.server_settings import ServerSettings
-from realign.planning.options import PlanOptions
-from realign.planning.placements import LAUNCHERS, PlannedPlacement, overrides, placements
-from realign.planning.workload import Workload, workload_of
 from realign.runtime.checks.before_loading import check_ready
-from tests.planning.models import built, words_for
+from realign_planner.options import PlanOptions
+from realign_planner.placements import LAUNCHERS, PlannedPlacement, overrides, placements
+from realign_planner.workload import Workload, workload_of
 from tests.tiny import save_tiny
 
 DEEP: dict[str, Any] = {

@@ -16,12 +16,12 @@ import numpy as np
 import yaml
 
 from realign.errors import ConfigError, DataError
-from realign.planning.options import PlanOptions
-from realign.planning.placements import PlannedGroup, PlannedPlacement
-from realign.planning.predict import Cluster, Scale, sampling_costs, training_costs
-from realign.planning.simulator import Tail
-from realign.planning.workload import Workload
-from realign.safe_yaml import load_yaml
+from realign_planner.internals import load_yaml
+from realign_planner.options import PlanOptions
+from realign_planner.placements import PlannedGroup, PlannedPlacement
+from realign_planner.predict import Cluster, Scale, sampling_costs, training_costs
+from realign_planner.simulator import Tail
+from realign_planner.workload import Workload
 
 PRIOR = 0.01
 """Weight of the analytic ratio, relative to the equations of all steps."""

@@ -11,16 +11,20 @@ from typing import Any, TypeAlias
 import torch
 
 from realign.engines import All, DType, InProcessSampling, Lora, Sharding, TopLayers, TransformersModel
-from realign.engines.files.adapters import find_adapter
-from realign.engines.files.model_folder import check_path, quiet_transformers, readable
-from realign.engines.memory import MemoryModel
-from realign.engines.network.heads import is_encoder_decoder
 from realign.errors import ConfigError
-from realign.planning.options import DeviceKind, PlanOptions
-from realign.planning.simulator import NetworkSizes, Tail, Work
-from realign.runtime.checks.meshes import MeshChecks
-from realign.runtime.experiment import Experiment
+from realign.runtime import Experiment
 from realign.settings import Auto
+from realign_planner.internals import (
+    MemoryModel,
+    MeshChecks,
+    check_path,
+    find_adapter,
+    is_encoder_decoder,
+    quiet_transformers,
+    readable,
+)
+from realign_planner.options import DeviceKind, PlanOptions
+from realign_planner.simulator import NetworkSizes, Tail, Work
 
 FORWARD = 2.0
 """Floating-point operations per weight and token of a forward pass."""

@@ -6,15 +6,11 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from realign.api.memory import MemoryWork, RoleMemory
-from realign.engines.memory import FP32, MemoryModel
-from realign.engines.sampling.decode import CACHE_BYTES
-from realign.planning.options import Device
-from realign.planning.placements import PlannedGroup, PlannedPlacement, Sampling
-from realign.planning.simulator import NetworkSizes
-from realign.planning.workload import RoleLoad, Workload
-from realign.runtime.checks.device_estimate import DeviceEstimate
-from realign.runtime.processes.placement import ROLLOUT
+from realign_planner.internals import CACHE_BYTES, FP32, ROLLOUT, DeviceEstimate, MemoryModel, MemoryWork, RoleMemory
+from realign_planner.options import Device
+from realign_planner.placements import PlannedGroup, PlannedPlacement, Sampling
+from realign_planner.simulator import NetworkSizes
+from realign_planner.workload import RoleLoad, Workload
 
 
 def memory_of(placement: PlannedPlacement, load: Workload, device: Device) -> Mapping[str, float]:

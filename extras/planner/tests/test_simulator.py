@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realign.planning.simulator import Costs, RuntimeSchedule, Tail, Work, simulate
+from realign_planner.simulator import Costs, RuntimeSchedule, Tail, Work, simulate
 
 COSTS = Costs(decode_step_s=1.0, train_step_s=4.0, sync_s=1.0)
 ONE = Work(batch_prompts=1, group=1, steps=4, prompt_tokens=0, lengths=Tail(3), reward_s=Tail(2.0))

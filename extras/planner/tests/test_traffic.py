@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from realign.planning.traffic import Traffic, traffic
-from tests.planning.cluster import MODEL, SHAPE
+from extras.planner.tests.cluster import MODEL, SHAPE
+from realign_planner.traffic import Traffic, traffic
 
 MODEL = replace(MODEL, shape=replace(SHAPE, parameters=150, trained=150, embeddings=50))
 """100 weights in 5 layers with 8 heads, and 50 outside."""

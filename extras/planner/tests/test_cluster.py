@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from benchmarks import cluster
 from benchmarks.cluster import Case, measure
-from realign.planning.simulator import Tail
+from realign_planner.simulator import Tail
 
 
 def test_a_case_gives_what_is_drawn(monkeypatch, tmp_path):

@@ -1,0 +1,39 @@
+"""What the planner uses of realign beyond its public API, and nowhere else: the memory model and the checks of meshes.
+
+A change of one of these in realign changes this file.
+"""
+
+from realign.api.memory import MemoryWork, RoleMemory
+from realign.cli.arguments import composed_line, split_options
+from realign.cli.train import build
+from realign.engines.files.adapters import find_adapter
+from realign.engines.files.model_folder import check_path, quiet_transformers, readable
+from realign.engines.memory import FP32, MemoryModel
+from realign.engines.network.heads import is_encoder_decoder
+from realign.engines.sampling.decode import CACHE_BYTES
+from realign.runtime.checks.device_estimate import DeviceEstimate
+from realign.runtime.checks.meshes import MeshChecks
+from realign.runtime.processes.placement import ROLLOUT
+from realign.runtime.rollout.staleness import Staleness
+from realign.safe_yaml import load_yaml
+
+__all__ = [
+    "CACHE_BYTES",
+    "FP32",
+    "ROLLOUT",
+    "DeviceEstimate",
+    "MemoryModel",
+    "MemoryWork",
+    "MeshChecks",
+    "RoleMemory",
+    "Staleness",
+    "build",
+    "check_path",
+    "composed_line",
+    "find_adapter",
+    "is_encoder_decoder",
+    "load_yaml",
+    "quiet_transformers",
+    "readable",
+    "split_options",
+]
