@@ -62,9 +62,11 @@ def reward(prompt, response, row):
 KILLED = """\
 import os
 import signal
+import time
 from dataclasses import dataclass
+from pathlib import Path
 from realign.testing import BigramEngine
-from tests.config_parts import Bigram
+from tests.config_parts import Bigram, CountThrees
 
 class Killed(BigramEngine):
     phase = ""
@@ -84,6 +86,19 @@ class Killed(BigramEngine):
         kill_in(self, "saving")
         super().save(path)
 
+@dataclass
+class Scoring(CountThrees):
+    phase: str = ""
+    calls = 0
+
+    def inference(self, model, data, mb_spec):  # on rank 0 only, for which the others wait
+        Scoring.calls += 1
+        if self.phase and Scoring.calls == 3:  # of step 2, after the evaluation and step 1
+            while not Path("runs/bigram/checkpoints/step_000001").exists():
+                time.sleep(0.01)
+            os.kill(os.getpid() if self.phase == "scoring" else int(Path("rank 1").read_text()), signal.SIGKILL)
+        return super().inference(model, data, mb_spec)
+
 def kill_in(engine, phase):
     if engine.phase == phase and os.environ["RANK"] == "1":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -94,6 +109,7 @@ class Killing(Bigram):
 
     def load(self, name, *, seed):
         kill_in(self, "loading")
+        Path(f"rank {os.environ['RANK']}").write_text(str(os.getpid()))
         model = super().load(name, seed=seed)
         model.engine.__class__ = Killed
         model.engine.phase = self.phase
@@ -205,18 +221,23 @@ def test_a_rank_that_is_killed_ends_the_other_and_both_can_be_started_again(here
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("phase", ["loading", "evaluation", "rollout", "training", "saving"])
+@pytest.mark.parametrize("phase", ["loading", "evaluation", "rollout", "rewards", "scoring", "training", "saving"])
 def test_a_rank_that_is_killed_in_any_phase_ends_the_other_with_one_message_and_exit_code_75(here, phase):
     evaluation = "evaluation={data: {_target_: tests.config_parts.Prompts, n: 3}, every_steps: 100}"
     model = ("models.actor._target_=killing.Killing", f"+models.actor.phase={phase}")
+    scoring = phase if phase in ("rewards", "scoring") else ""
+    reward = ("interfaces.reward._target_=killing.Scoring", f"+interfaces.reward.phase='{scoring}'")
     words = ("--config-dir=conf", "experiment=bigram", "steps=3", "checkpoint.every_steps=1")
-    codes, said = Ranks(here, *words, *model, evaluation).ended()
-    assert codes == [75, -signal.SIGKILL], said
-    (line,) = said[0].splitlines()
-    assert line.startswith("error: rank 0 of 2 lost another rank, which was killed or whose machine failed")
+    codes, said = Ranks(here, *words, *model, *reward, evaluation).ended()
+    left = 1 if phase == "scoring" else 0  # of rank 0, which alone scores
+    assert (codes[left], codes[1 - left]) == (75, -signal.SIGKILL), said
+    *torchs, line = said[left].splitlines()
+    assert left or not torchs  # torch says that the store of rank 0 is gone
+    assert "Traceback" not in said[left]
+    assert line.startswith(f"error: rank {left} of 2 lost another rank, which was killed or whose machine failed")
     assert line.endswith("Restart the run with resume=auto.")
     # the last checkpoint comes after the models of `final`
-    done = {"rollout": 1, "training": 1, "saving": 2}.get(phase)
+    done = {"rollout": 1, "rewards": 1, "scoring": 1, "training": 1, "saving": 2}.get(phase)
     checkpoints = [checkpoint.step for checkpoint in list_checkpoints(Path("runs/bigram/checkpoints"))]
     assert checkpoints[-1:] == ([] if done is None else [done])
 
