@@ -194,7 +194,7 @@ class ServerPool:
                     await self._each_up(self._delivery.send)
             await self._any_up()
         except Exception as error:  # no token may be sampled with wrong weights
-            await self._give_up(error)
+            await self.give_up(error)
             raise
         await self.proceed("update")
 
@@ -319,7 +319,7 @@ class ServerPool:
         self._failures += 1
         failing_s = time.monotonic() - self._failing_since
         if self._failures >= _FAILURES and failing_s > self._patience_s:
-            await self._give_up(
+            await self.give_up(
                 TransientError(
                     f"no server completed a request for {failing_s:.0f} seconds, in which {self._failures} failed "
                     f"(patience_s={self._patience_s:g}; {self._reasons()})."
@@ -349,9 +349,9 @@ class ServerPool:
             self._lost.add(server)
             await self._notify()
             if len(self._lost) == len(self._servers):
-                await self._give_up(error)
+                await self.give_up(error)
         except BaseException as error:
-            await self._give_up(error)
+            await self.give_up(error)
 
     async def _recover(self, server: Server) -> None:
         """Make one attempt to bring a server into use."""
@@ -408,10 +408,10 @@ class ServerPool:
             await asyncio.sleep(_FIRST_PAUSE_S)
             if self._none_since is not None and time.monotonic() - self._none_since > self._patience_s:
                 why = f"no server worked for {self._patience_s:g} seconds ({self._reasons()})."
-                await self._give_up(TransientError(why))
+                await self.give_up(TransientError(why))
                 return
 
-    async def _give_up(self, error: BaseException) -> None:
+    async def give_up(self, error: BaseException) -> None:
         """Fail every later call."""
         if self._error is None:
             if isinstance(error, RealignError) and not str(error).startswith("models."):

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
@@ -36,7 +37,7 @@ from realign.engines.servers.probe import Probe, Sampled
 from realign.engines.servers.protocol import Ask, End, ResponsePart
 from realign.engines.servers.server_settings import LoraTransport, ServerSettings, Updates
 from realign.engines.servers.weights import BASE, HasAdapter, WeightFolders, Weights
-from realign.errors import ConfigError
+from realign.errors import ConfigError, TransientError
 
 _CLOSE_S = 30.0
 T = TypeVar("T")
@@ -153,8 +154,8 @@ class ServerSampler:
     def update(self, source: WeightSource, version: int) -> None:
         """See `Sampler.update`. The servers sample while the weights are written.
 
-        If no server is left, the next call that samples says so: the step that trained the weights is complete, and
-        must not fail.
+        If no server is left, or there is no space for the weights, the next call that samples says so: the step that
+        trained the weights is complete, and must not fail.
         """
         with self._lock:
             if self._error is not None:
@@ -162,7 +163,11 @@ class ServerSampler:
             self._check_open()
         self._updates += 1
         self._learn_dtype()
-        weights, probed = written(self._settings, source, self._folders, self._probe, self._updates)
+        try:
+            weights, probed = written(self._settings, source, self._folders, self._probe, self._updates)
+        except TransientError as error:
+            self._wait(self._pool.give_up(error))
+            return
         self._source = source
         try:
             self._wait(self._pool.update(weights, version, probed))
@@ -192,6 +197,8 @@ class ServerSampler:
 
     def sampled(self) -> list[Sampled]:
         """Return the responses by which servers are compared with the trainer, each once; see `Probe`."""
+        if self._error is not None:  # the next call that samples raises it
+            return []
 
         async def take() -> list[Sampled]:
             return self._pool.sampled()
@@ -425,7 +432,8 @@ class RankedSampler:
 
     def _follow(self, source: WeightSource) -> None:
         """Take part in what `ServerSampler` does with the weights."""
-        written(self._settings, source, self._folders, self._probe, self._updates)
+        with suppress(TransientError):  # rank 0 has it too, and its next call that samples says so
+            written(self._settings, source, self._folders, self._probe, self._updates)
 
     @property
     def version(self) -> int:

@@ -439,6 +439,19 @@ def test_without_any_server_the_run_ends_with_a_transient_error(servers, connect
         sampler.submit(request())
 
 
+class Full(Scoring):
+    def save(self, path):
+        raise OSError(28, "No space left on device")
+
+
+def test_weights_without_space_end_the_run_at_the_next_call_that_samples(servers, connect):
+    (server,) = servers()
+    sampler = connect([server])
+    sampler.update(Full(NEW.logits_VV), 1)  # the step that trained these weights is complete
+    with pytest.raises(TransientError, match=r"models.actor.sampler: .*No space left on device. Set weights_dir"):
+        sampler.submit(request())
+
+
 def test_a_server_that_comes_back_within_the_patience_continues_the_run(servers, connect, kind, opened):
     (server,) = servers(token_s=0.005)
     sampler = connect([server], patience_s=30)
@@ -918,6 +931,29 @@ def update_and_wake(folder: Path, url: str):
             errors.append(str(error))
     sampler.close()
     return errors
+
+
+def update_without_space(folder: Path, url: str):
+    """Return the error of the call that samples after an update."""
+    spec = Vllm(urls=[url], weights_dir=str(folder / "weights"))
+    sampler = spec.open("actor", OfRankZero(random_table(0).logits_VV), range(12))
+    sampler.update(Full(random_table(1).logits_VV), 1)
+    try:
+        sampler.generate(three_prompts(), GenerationConfig(max_new_tokens=2), seed=1)
+    except TransientError as error:
+        return str(error)
+    finally:
+        sampler.close()
+
+
+@pytest.mark.slow
+def test_weights_without_space_end_all_ranks_at_the_next_call_that_samples(tmp_path):
+    server = FakeServer("vllm", random_table(0))
+    try:
+        found = run_ranks(2, update_without_space, tmp_path, server.url)
+    finally:
+        server.close()
+    assert all("No space left on device. Set weights_dir" in error for error in found)
 
 
 @pytest.mark.slow
