@@ -17,6 +17,7 @@ from urllib.parse import quote
 from realign.environments.asker import result_of
 from realign.errors import ConfigError
 from realign.rewards.pool.functions import load_object
+from realign.rewards.pool.http import AS_IT_IS, limit_answer
 from realign.rewards.pool.secrets import check_url, filled, masked, masked_text
 
 _FORMS = "'package.module:function' or 'path/to/file.py:function'"
@@ -181,6 +182,8 @@ KIND = "MCP server"
 """What a URL of this module is, for messages."""
 _PAGES = 100
 """Maximum number of pages of a tool list."""
+_RESERVED = range(-32768, -31999)
+"""Codes of errors of JSON-RPC itself."""
 
 
 @dataclass(frozen=True)
@@ -219,40 +222,70 @@ class McpServer:
         """Connect to the server. A command gets only basic environment variables, such as PATH and HOME.
 
         Raises:
-            ConnectionError: the server cannot be reached, or the program failed.
+            ConnectionError: the server cannot be reached, or it failed, or its program.
         """
+        import httpx2
         from mcp import Client, StdioServerParameters
+        from mcp.client.streamable_http import streamable_http_client
 
-        target: Any = (
-            StdioServerParameters(command=self.command[0], args=list(self.command[1:])) if self.command else ""
-        )
-        secrets: list[str] = []
-        if self.url:
-            target, secrets = filled(self.url, kind=KIND)
-        async with AsyncExitStack() as stack:
-            try:
-                client = await stack.enter_async_context(Client(target))
-            except Exception as error:
-                reason = masked_text(_first(error))
-                for secret in filter(None, secrets):
-                    reason = reason.replace(quote(secret, safe=""), "***").replace(secret, "***")
-                shown = masked(self.url) if self.url else self.command[0]
-                raise ConnectionError(f"cannot connect to the MCP server {shown!r}: {reason}") from None
-            yield McpTools(client)
+        url, secrets = filled(self.url, kind=KIND) if self.url else ("", [])
+        shown = masked(self.url) if self.url else self.command[0]
+        raised: BaseException | None = None
+
+        def described(error: BaseException) -> str:
+            first = _first(error)
+            reason = masked_text(f"{type(first).__name__}: {first}".partition("\n")[0])
+            for secret in filter(None, secrets):  # a server can repeat it, such as in a redirect
+                reason = reason.replace(quote(secret, safe=""), "***").replace(secret, "***")
+            return reason
+
+        try:
+            async with AsyncExitStack() as stack:
+                try:
+                    if self.url:
+                        # no timeout, since the episode has one
+                        http = httpx2.AsyncClient(
+                            timeout=None, headers=AS_IT_IS, event_hooks={"response": [limit_answer]}
+                        )
+                        target: Any = streamable_http_client(url, http_client=await stack.enter_async_context(http))
+                    else:
+                        target = StdioServerParameters(command=self.command[0], args=list(self.command[1:]))
+                    client = await stack.enter_async_context(Client(target))
+                except Exception as error:
+                    raised = ConnectionError(f"cannot connect to the MCP server {shown!r}: {described(error)}")
+                    raise raised from None
+                try:
+                    yield McpTools(client, described)
+                except BaseException as error:
+                    raised = error
+                    raise
+        except BaseException as error:  # the client makes a group of any error
+            first = _first(error)
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                first = asyncio.CancelledError()
+            elif first is not error and first is not raised:  # of the connection
+                first = ConnectionError(f"the MCP server {shown!r} failed: {described(error)}")
+        else:
+            return
+        raise first  # here, where nothing is its context
 
 
 class McpTools:
     """An open connection."""
 
-    def __init__(self, client: Any) -> None:
-        self._client = client
+    def __init__(self, client: Any, described: Callable[[BaseException], str]) -> None:
+        self._client, self._described = client, described
 
     async def tools(self) -> list[ServerTool]:
-        """Return the tools of the server."""
+        """Return the tools of the server.
+
+        Raises:
+            ConnectionError: the server failed.
+        """
         tools: list[ServerTool] = []
         cursor = None
         for _ in range(_PAGES):
-            page = await self._client.list_tools(cursor=cursor)
+            page = await self._answer("when it listed its tools", self._client.list_tools(cursor=cursor))
             for tool in page.tools:
                 function = {
                     "name": tool.name,
@@ -268,22 +301,10 @@ class McpTools:
         """Call a tool, and return its text.
 
         Raises:
-            ConnectionError: the server cannot be reached any more.
+            ConnectionError: the server failed.
             ValueError: the server rejected the call, or the tool failed or returned content other than text.
         """
-        from mcp import MCPError
-        from mcp.types import CONNECTION_CLOSED, REQUEST_TIMEOUT
-
-        try:
-            result = await self._client.call_tool(name, arguments)
-        except MCPError as error:
-            if error.code in (CONNECTION_CLOSED, REQUEST_TIMEOUT):
-                raise ConnectionError(f"the MCP server ended in a call of the tool {name!r}: {error}") from error
-            raise ValueError(str(error)) from error
-        except Exception as error:  # of the transport
-            raise ConnectionError(
-                f"the MCP server ended before a call of the tool {name!r}: {_first(error)}"
-            ) from error
+        result = await self._answer(f"in a call of the tool {name!r}", self._client.call_tool(name, arguments))
         if other := [part.type for part in result.content if part.type != "text"]:
             raise ValueError(f"the tool {name!r} returned {other[0]} content, but only text is supported")
         text = "\n".join(part.text for part in result.content)
@@ -291,9 +312,21 @@ class McpTools:
             raise ValueError(text)
         return text
 
+    async def _answer(self, when: str, call: Awaitable[Any]) -> Any:
+        from mcp import MCPError
+        from mcp.types import INVALID_PARAMS
 
-def _first(error: BaseException) -> str:
-    """Return the first error of a group, which the client raises for all failures."""
+        try:
+            return await call
+        except Exception as error:
+            # Other reserved codes are about the connection, the server or its answer, which the policy cannot change.
+            if isinstance(error, MCPError) and (error.code == INVALID_PARAMS or error.code not in _RESERVED):
+                raise ValueError(str(error)) from error
+            raise ConnectionError(f"the MCP server failed {when}: {self._described(error)}") from error
+
+
+def _first(error: BaseException) -> BaseException:
+    """Return the first error of a group."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    return f"{type(error).__name__}: {error}"
+    return error

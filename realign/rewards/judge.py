@@ -15,7 +15,7 @@ import re
 import sys
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +27,7 @@ from realign.cache_folder import Cache
 from realign.cells import answers_of, read_column
 from realign.errors import ConfigError, DataError, SettingsError
 from realign.rewards.pool.functions import Prepared
-from realign.rewards.pool.http import LARGEST_ANSWER, Unreachable, reach
+from realign.rewards.pool.http import AS_IT_IS, Unreachable, limit_answer, reach
 from realign.rewards.pool.secrets import ALLOWED_VARIABLES, allowed_variables, check_url, masked
 from realign.rewards.terms import RewardTerm
 from realign.settings import Count, Finite, NonNegativeInt, Positive, Settings
@@ -37,7 +37,7 @@ OPENAI_URL = "https://api.openai.com/v1"
 OPENAI_KEY = "OPENAI_API_KEY"
 _LONGEST_PAUSE_S = 10.0  # upper bound of the client's pause before a retry, with some slack
 _PLACE = re.compile(r"\{([A-Za-z_]\w*(?:\.[\w*]+)*)\}")
-_NUMBER = r"[-+]?\d+(?:\.\d+)?"
+_NUMBER = r"[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?"
 
 
 @dataclass
@@ -241,34 +241,6 @@ def _shown(cell: Any) -> str | None:
     return str(cell)
 
 
-async def _limit(answer: Any) -> None:
-    """Limit the size of an answer, which the client reads as a whole.
-
-    Raises:
-        ConnectionError: the answer is compressed, although this was not asked for, so its size is not known.
-    """
-    from httpx2 import AsyncByteStream
-
-    class Limited(AsyncByteStream):
-        def __init__(self, stream: Any) -> None:
-            self._stream = stream
-
-        async def __aiter__(self) -> AsyncIterator[bytes]:
-            size = 0
-            async for part in self._stream:
-                size += len(part)
-                if size > LARGEST_ANSWER:
-                    raise ConnectionError(f"the answer has more than {LARGEST_ANSWER:,} bytes")
-                yield part
-
-        async def aclose(self) -> None:
-            await self._stream.aclose()
-
-    if answer.headers.get("Content-Encoding", "identity").lower() != "identity":
-        raise ConnectionError("the answer is compressed, which was not asked for")
-    answer.stream = Limited(answer.stream)
-
-
 class JudgeFunction(Prepared):
     """The reward function of a `Judge`. Each worker process has one client and one cache."""
 
@@ -342,13 +314,14 @@ class JudgeFunction(Prepared):
                 base_url=self.judge.base_url,
                 timeout=self.judge.timeout_s,
                 max_retries=self.judge.retries,
-                # Compressed, an answer could be much larger than what `_limit` counts.
-                default_headers={"Accept-Encoding": "identity"},
-                http_client=openai.DefaultAsyncHttpxClient(follow_redirects=False, event_hooks={"response": [_limit]}),
+                default_headers=AS_IT_IS,
+                http_client=openai.DefaultAsyncHttpxClient(
+                    follow_redirects=False, event_hooks={"response": [limit_answer]}
+                ),
             )
         where = self.__qualname__
         try:
-            reply = await self._client.chat.completions.create(**request)
+            reply = await self._client.chat.completions.with_raw_response.create(**request)
         except openai.APIStatusError as error:
             problem = f"{where}: status {error.status_code}: {self._hidden(str(error.message))}"
             if error.status_code in (408, 409, 429) or error.status_code >= 500:
@@ -357,11 +330,15 @@ class JudgeFunction(Prepared):
         except openai.APIConnectionError as error:  # includes timeouts
             cause = f" ({self._hidden(repr(error.__cause__))})" if error.__cause__ is not None else ""
             raise Unreachable(f"{where}: {self._hidden(str(error))}{cause}") from None
-        except openai.OpenAIError as error:
+        except (openai.OpenAIError, ConnectionError) as error:
             raise RuntimeError(f"{where}: {self._hidden(str(error))}") from None
-        content = reply.choices[0].message.content if reply.choices else None
+        try:
+            # not parsed by the client, which takes any JSON for a completion
+            content = json.loads(reply.content)["choices"][0]["message"]["content"]
+        except (ValueError, LookupError, TypeError, RecursionError):
+            content = None
         if not isinstance(content, str):
-            raise RuntimeError(f"{where}: the answer has no text")
+            raise RuntimeError(f"{where} answered {self._hidden(reply.text)!r}; expected a chat completion with text")
         return content
 
     def _hidden(self, text: str) -> str:

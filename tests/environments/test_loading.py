@@ -131,7 +131,7 @@ def test_the_tools_of_an_mcp_server_are_called_by_steps_and_each_episode_has_its
         called = found.step({k: calling("multiply", f'{{"a": {k}, "b": 10}}') for k in range(3)})
         assert [observed(answer) for answer in called] == ["0", "10", "20"]
         ended, lost, other = found.step({0: calling("end", "{}"), 1: saying("10"), 2: calling("fail", "{}")})
-        assert "MCP server ended in a call of the tool 'end'" in ended.failure
+        assert "MCP server failed in a call of the tool 'end'" in ended.failure
         assert lost.step.reward == 1.0
         assert observed(other).startswith("error: ValueError")
         (last,) = found.step({2: saying("20")})

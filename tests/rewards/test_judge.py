@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import json
 import pickle
@@ -16,6 +17,8 @@ from realign.errors import ConfigError, DataError, TransientError
 from realign.interfaces.rule_reward import RuleRewardInterface
 from realign.rewards import FailureKind, RewardPool
 from realign.rewards.judge import Judge, JudgeFunction, Number, Pattern, Structured
+from realign.rewards.pool.http import Unreachable
+from tests.bad_answers import BAD, answered, bad_server
 
 client = pytest.mark.skipif(importlib.util.find_spec("openai") is None, reason="needs the package openai (extra judge)")
 KEY = "s3cret-key"
@@ -418,14 +421,61 @@ def test_a_judge_is_one_more_line_of_config():
     assert found["rewards"] == pytest.approx([1.4])
 
 
+def _completion(text):
+    return answered(json.dumps({"choices": [{"message": {"content": text}}]}).encode())
+
+
 @client
-def test_an_answer_that_is_too_large_or_compressed_is_not_read(monkeypatch):
-    """Otherwise a server could fill the memory of the run."""
-    monkeypatch.setattr("realign.rewards.judge.LARGEST_ANSWER", 2000)
-    with server(lambda request, number: "7" + " " * 3000) as state:
-        found = ask(Judge(model="m", base_url=state.url, retries=0), ["a"])
-    assert "the answer has more than 2,000 bytes" in found.failures[0].message
-    with server(lambda request, number: (200, {}, {"Content-Encoding": "gzip"})) as state:
-        found = ask(Judge(model="m", base_url=state.url, retries=0), ["a"])
-    assert "the answer is compressed" in found.failures[0].message
+def test_no_answer_of_a_bad_server_gives_a_reward_or_a_traceback_of_the_client(monkeypatch):
+    """The server answers each response in another wrong way, and those to `late` and `1e1` well."""
+    monkeypatch.setattr("realign.rewards.pool.http.LARGEST_ANSWER", 2**21)
+    good = {"late": lambda: [0.1, *_completion("7")], "1e1": lambda: _completion("1e1")}
+    wrong = {
+        "no choice": lambda: answered(b'{"choices": []}'),
+        "no message": lambda: answered(b'{"choices": [null]}'),
+        "no text": lambda: _completion(None),
+        "1e2": lambda: _completion("1e2"),
+        "NaN": lambda: _completion("NaN"),
+    }
+    answers = BAD | wrong | good
+
+    def answer(request, number):
+        return answers[request["messages"][0]["content"]]()
+
+    silent = {
+        *("nothing", "half a status", "half a header", "half a body", "half a chunk", "no chunk"),
+        *("status 500", "status 503", "status 429, for a day", "endless headers", "an endless header", "silence"),
+    }
+    late = {"endlessly provisional", "a dripping body", "dripping headers"}
+
+    async def asked(function, name):
+        try:
+            async with asyncio.timeout(6.0 if name in late else None):
+                return await function("p", name, {})
+        except Exception as error:
+            return error
+
+    async def all_asked():
+        function = Judge("m", base_url=url, prompt="{response}", timeout_s=5.0, retries=0).load()
+        return await asyncio.gather(*(asked(function, name) for name in answers))
+
+    with bad_server(answer) as url:
+        found = dict(zip(answers, asyncio.run(all_asked()), strict=True))
+    assert {name: value for name, value in found.items() if isinstance(value, float)} == {"late": 0.7, "1e1": 1.0}
+    assert {name for name, error in found.items() if isinstance(error, Unreachable)} == silent
+    assert {name for name, error in found.items() if isinstance(error, TimeoutError)} == late
+    messages = {name: str(error) for name, error in found.items()}
+    for name in {*BAD, "no choice", "no message", "no text"} - late:
+        assert messages[name].startswith("judge m at http://127")
+        assert len(messages[name].splitlines()) == 1
+    assert all(isinstance(found[name], ValueError) for name in ("1e2", "NaN"))
+    assert "the answer has more than 2,097,152 bytes" in messages["an endless body"]
+    assert "the answer is compressed" in messages["a compression bomb"]
+    assert "answered '<html>busy</html>'; expected a chat completion with text" in messages["html"]
+
+
+@client
+def test_the_server_is_asked_for_answers_that_are_not_compressed():
+    with server(lambda request, number: "5") as state:
+        ask(Judge(model="m", base_url=state.url), ["a"])
     assert state.headers[0]["accept-encoding"] == "identity"

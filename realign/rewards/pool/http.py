@@ -6,7 +6,7 @@ import functools
 import json
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from http.client import HTTPException, IncompleteRead
 from typing import Any
@@ -36,6 +36,8 @@ _TRANSIENT = (429, 502, 503, 504)
 LARGEST_ANSWER = 64 * 2**20
 """Bytes that an answer may have: enough for dense rewards of any response. Larger ones could fill the memory."""
 _READ = 64 * 2**10
+AS_IT_IS = {"Accept-Encoding": "identity"}
+"""Header of a request. Compressed, an answer could be much larger than what `limit_answer` counts."""
 
 
 class Unreachable(RuntimeError):
@@ -118,7 +120,7 @@ class HttpReward:
         answer = self._post(json.dumps(asked, default=str).encode())
         try:
             return json.loads(answer)[name]
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             shown = self._hidden(repr(answer[:200]))
             raise RuntimeError(f"{masked(self.url)} answered {shown}; expected {expected}") from error
 
@@ -208,3 +210,31 @@ def _opener() -> OpenerDirector:
     ):
         opener.add_handler(handler)
     return opener
+
+
+async def limit_answer(answer: Any) -> None:
+    """Limit the size of an answer, which a client reads as a whole: a hook of httpx, for requests with `AS_IT_IS`.
+
+    Raises:
+        ConnectionError: the answer is compressed, although this was not asked for, so its size is not known.
+    """
+    from httpx2 import AsyncByteStream
+
+    class Limited(AsyncByteStream):
+        def __init__(self, stream: Any) -> None:
+            self._stream = stream
+
+        async def __aiter__(self) -> AsyncIterator[bytes]:
+            size = 0
+            async for part in self._stream:
+                size += len(part)
+                if size > LARGEST_ANSWER:
+                    raise ConnectionError(f"the answer has more than {LARGEST_ANSWER:,} bytes")
+                yield part
+
+        async def aclose(self) -> None:
+            await self._stream.aclose()
+
+    if answer.headers.get("Content-Encoding", "identity").lower() != "identity":
+        raise ConnectionError("the answer is compressed, which was not asked for")
+    answer.stream = Limited(answer.stream)

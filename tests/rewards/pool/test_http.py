@@ -5,6 +5,7 @@ import re
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -21,7 +22,11 @@ from realign.rewards.pool import http
 from realign.rewards.pool import pool as pool_module
 from realign.rewards.pool.http import HttpReward, OpenRlhfReward, Unreachable
 from realign.rewards.pool.secrets import masked
+from realign.rewards.pool.worker import Expected, Problem, RewardCall
+from realign.rewards.pool.worker import answer as worker_answer
 from realign.rewards.terms import FunctionTerm, Openrlhf
+from realign.text import headline
+from tests.bad_answers import BAD, answered, bad_server
 from tests.tiny import random_sample, tiny_tokenizer
 
 
@@ -406,12 +411,45 @@ def test_the_protocol_is_a_setting_of_a_function_and_sends_special_tokens():
     assert [all(text.endswith(end) for text in request["query"]) for request in got] == [True, True, False, False]
 
 
-def test_an_answer_that_is_too_large_is_not_read(monkeypatch):
-    """Otherwise a server could fill the memory of the run."""
-    monkeypatch.setattr(http, "LARGEST_ANSWER", 100_000)
-    answer = b"HTTP/1.1 200 OK\r\n\r\n" + b" " * 1_000_000
-    with raw_server(answer) as (url, _), pytest.raises(RuntimeError, match="the answer has more than 100,000 bytes"):
-        load_function(url)("", "", {})
+@pytest.mark.parametrize("kind", [HttpReward, OpenRlhfReward])
+def test_no_answer_of_a_bad_server_gives_a_reward(monkeypatch, kind):
+    """Each response gets another wrong answer. Headers that never end are for the deadline of the worker."""
+    monkeypatch.setattr(http, "LARGEST_ANSWER", 2**21)
+    monkeypatch.setattr(http, "_FIRST_PAUSE_S", 100.0)  # the pause leaves no time for a second attempt
+    key = "reward" if kind is HttpReward else "rewards"
+    values: dict[str, float | list[float] | None] = dict.fromkeys(
+        ("NaN", "Infinity", "1e999", "-1e39", '"1"', "{}", "[[1]]", "1" + "0" * 400)
+    )
+    values |= {"true": 1.0, "0.5": 0.5, "late": 0.5} if kind is HttpReward else {"[0.5]": [0.5], "late": [0.5]}
+    values |= {"[1, 2]": None, "[]": None}
+    bad = BAD.keys() - {"endlessly provisional", "dripping headers"}
+
+    def answered_with(request, number):
+        name = request["response"] if kind is HttpReward else request["prompts"][0]
+        if name in bad:
+            return BAD[name]()
+        shown = name if name != "late" else "0.5" if kind is HttpReward else "[0.5]"
+        return [0.1 if name == "late" else 0.0, *answered(f'{{"{key}": {shown}}}'.encode())]
+
+    def asked(name):
+        arguments = ("p", name, {}) if kind is HttpReward else (name, ["r"], {})
+        expected = Expected() if kind is HttpReward else Expected(1, "response", gaps=True)
+        return worker_answer(kind(url, within_s=3.0), RewardCall(arguments, {}, expected))
+
+    with bad_server(answered_with) as url, ThreadPoolExecutor(len(bad) + len(values)) as threads:
+        found = dict(zip([*bad, *values], threads.map(asked, [*bad, *values]), strict=True))
+    problems = {name: answer for name, answer in found.items() if isinstance(answer, Problem)}
+    assert found.keys() - problems.keys() == {name for name, value in values.items() if value is not None}
+    assert all(found[name] == value for name, value in values.items() if value is not None)
+    assert {name for name, problem in problems.items() if problem.kind is FailureKind.unreachable} == {
+        *("nothing", "half a status", "half a body", "half a chunk", "no chunk", "status 503", "status 429, for a day"),
+        *("endless headers", "an endless header", "a dripping body", "silence"),
+    }
+    assert {name for name, problem in problems.items() if problem.kind is FailureKind.nonsense} == {
+        name for name, value in values.items() if value is None
+    }
+    assert all("http://127.0.0.1" in headline(problems[name].message) for name in bad)
+    assert "the answer has more than 2,097,152 bytes" in problems["an endless body"].message
 
 
 def test_an_answer_that_never_ends_is_no_answer_in_time(monkeypatch):
