@@ -64,7 +64,7 @@ class ImageLoader:
 
     @contextmanager
     def _opened(self, source: Any) -> Iterator[Any]:
-        from PIL import Image
+        from PIL import Image, UnidentifiedImageError
 
         if isinstance(source, Image.Image):
             file: Any = None
@@ -84,7 +84,11 @@ class ImageLoader:
                     raise ValueError(f"{image.width} x {image.height} pixels are too many. Scale it down")
                 yield image
         except Exception as error:  # Pillow and its decoders raise many kinds
-            raise DataError(f"cannot read the image {short(source)}: {error or type(error).__name__}.") from error
+            if isinstance(error, UnidentifiedImageError):
+                reason = f"it is none of {', '.join(_FORMATS)}"
+            else:  # without the path, which can be a whole image as text
+                reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+            raise DataError(f"cannot read the image {short(source)}: {reason}.") from error
 
 
 @dataclass(frozen=True, eq=False)

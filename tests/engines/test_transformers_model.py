@@ -407,7 +407,21 @@ def test_a_folder_without_tokenizer_asks_for_one(tmp_path, offline):
 
 def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path):
     folder = save_tiny(tmp_path / "model", "llama", vocab_size=60)
-    with pytest.raises(DataError, match=r"models\.actor: the tokenizer of .* has 97 tokens, but the model only 60"):
+    with pytest.raises(
+        DataError, match=r"models\.actor: the tokenizer of .* has ids up to 96, but the model has only 60 tokens"
+    ):
+        load(folder)
+
+
+def test_a_tokenizer_with_gaps_is_measured_by_its_largest_id(tmp_path):
+    folder = save_tiny(tmp_path / "model", "llama", vocab_size=97)
+    file = folder / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    last = max(vocabulary, key=vocabulary.get)
+    vocabulary[last] = 500
+    file.write_text(json.dumps(tokenizer))
+    with pytest.raises(DataError, match=r"has ids up to 500, but the model has only 97 tokens"):
         load(folder)
 
 
@@ -534,7 +548,9 @@ def test_an_inherited_tokenizer_must_fit_the_tokenizer_in_the_folder_of_the_role
     ):
         inherits.load("ref", seed=0)
     small = save_tiny(tmp_path / "small", vocab_size=60)
-    with pytest.raises(DataError, match=r"models\.ref: the tokenizer of models\.actor\.path=.* 97 tokens, .* only 60"):
+    with pytest.raises(
+        DataError, match=r"models\.ref: the tokenizer of models\.actor\.path=.* ids up to 96, .* only 60 tokens"
+    ):
         TransformersModel(str(small), device="cpu").with_tokenizer(source).load("ref", seed=0)
 
 

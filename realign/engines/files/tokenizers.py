@@ -367,13 +367,13 @@ def read_source(name: str, source: TokenizerSource, words: int) -> Any:
         words: number of rows of the model's embedding.
 
     Raises:
-        DataError: the tokenizer cannot be read, or has more tokens than the model.
+        DataError: the tokenizer cannot be read, or has ids that the model does not have.
     """
     tokenizer = read_tokenizer(source.key, source.path, trust_remote_code=source.trust_remote_code, cure=_cure(source))
-    if len(tokenizer) > words:
+    if (largest := max(tokenizer.get_vocab().values(), default=-1)) >= words:  # ids can have gaps
         raise DataError(
-            f"models.{name}: the tokenizer of {source.key}={source.path!r} has {len(tokenizer)} tokens, but the "
-            f"model only {words}. Set models.{name}.tokenizer to the tokenizer of the model."
+            f"models.{name}: the tokenizer of {source.key}={source.path!r} has ids up to {largest}, but the model has "
+            f"only {words} tokens. Set models.{name}.tokenizer to the tokenizer of the model."
         )
     return tokenizer
 
