@@ -12,10 +12,10 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: bench curves referee docs demo rlhf llm servers torture scale test test-planner test-slow lint types contracts check clean
 
-$(VENV)/.installed: pyproject.toml constraints.txt
+$(VENV)/.installed: pyproject.toml extras/planner/pyproject.toml constraints.txt
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/pip install --quiet --disable-pip-version-check 'pip>=25.1' # the first with dependency groups
-	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]' --group dev
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]' -e extras/planner --group dev
 	@touch $@
 
 demo: $(VENV)/.installed
@@ -47,7 +47,7 @@ torture: $(VENV)/.installed
 servers: $(VENV)/.llm .servers/.installed
 	@$(BIN)/python -m benchmarks.servers $(ARGS)
 
-scale: $(VENV)/.planner
+scale: $(VENV)/.installed
 	@$(BIN)/python -m benchmarks.scale $(ARGS)
 
 curves: export OMP_NUM_THREADS = 1
@@ -63,13 +63,9 @@ test: export OMP_NUM_THREADS = 1
 test: $(VENV)/.installed
 	@$(BIN)/python -m pytest -n auto --dist worksteal
 
-# `realign plan` is a distribution of its own.
-$(VENV)/.planner: $(VENV)/.installed extras/planner/pyproject.toml
-	@$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -e extras/planner
-	@touch $@
-
+# The tests of `realign plan`, which is a distribution of its own.
 test-planner: export OMP_NUM_THREADS = 1
-test-planner: $(VENV)/.planner
+test-planner: $(VENV)/.installed
 	@$(BIN)/python -m pytest -n auto --dist worksteal -m '' extras/planner/tests
 
 # Extras that only slow tests need.
