@@ -26,8 +26,10 @@ import shutil
 import sys
 import tempfile
 import time
+import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +61,7 @@ TIMED = re.compile(
 )
 """Metrics that depend on the machine."""
 Entry = dict[str, Any]
+Recorder = Callable[[], Entry]
 
 # --- inputs ---
 
@@ -1291,7 +1294,7 @@ def split(line: str) -> list[str]:
 # --- parts ---
 
 
-def settings(_: bool) -> Iterator[tuple[str, Entry]]:
+def settings() -> Iterator[tuple[str, Recorder]]:
     """Yield the settings of experiments, presets, overrides and user files."""
     import yaml
 
@@ -1336,18 +1339,19 @@ def settings(_: bool) -> Iterator[tuple[str, Entry]]:
     for experiment, preset in itertools.product(experiments(), ["", *presets]):
         name = f"{experiment} algorithm={preset}" if preset else experiment
         several = [] if not preset or preset in PREFERENCE else ["interfaces.actor.generation.n=4"]
-        yield " ".join([name, *several]), entry([*base(name), *several], not preset or name in natural)
+        words = [*base(name), *several]
+        yield " ".join([name, *several]), partial(entry, words, not preset or name in natural)
     for i, name in enumerate(dict.fromkeys([*ALWAYS, *experiments(), *natural])):
         with_actor = "reward" if name.startswith(("reward_", "lm_human_preferences_reward")) else "actor"
         for j, line in enumerate(OVERRIDES):
             if name in ALWAYS or (i + j) % SHARE == 0:
-                words = split(line.replace("{role}", with_actor))
-                yield f"{name} + {line}", entry([*base(name), *words], name in ALWAYS[:4])
+                words = [*base(name), *split(line.replace("{role}", with_actor))]
+                yield f"{name} + {line}", partial(entry, words, name in ALWAYS[:4])
     for line in USER_LINES:
-        yield line, entry(split(line), True)
+        yield line, partial(entry, split(line), True)
 
 
-def messages(_: bool) -> Iterator[tuple[str, Entry]]:
+def messages() -> Iterator[tuple[str, Recorder]]:
     """Yield the output of wrong command lines, and of help and completion."""
     import yaml
 
@@ -1355,21 +1359,22 @@ def messages(_: bool) -> Iterator[tuple[str, Entry]]:
     for row in table["mistakes"]:
         words = [*table["starts"].get(row.get("over"), []), *row["words"]]
         name = " ".join([row.get("over", ""), *row["words"]])
-        yield f"table: check {name}", call(["check", *words, "output_dir=out"] if "data" in row else ["check", *words])
+        more = ["output_dir=out"] if "data" in row else []
+        yield f"table: check {name}", partial(call, ["check", *words, *more])
         if "data" not in row:
-            yield f"table: {name}", call(words)
+            yield f"table: {name}", partial(call, words)
     for start, lines in MISTAKES.items():
         for line in lines.split("\n"):
-            yield f"check {start} {line}", call(["check", *STARTS[start], *split(line)])
+            yield f"check {start} {line}", partial(call, ["check", *STARTS[start], *split(line)])
     for line in COMMANDS:
-        yield f"realign {line}", call(split(line))
+        yield f"realign {line}", partial(call, split(line))
     for line in HELPED:
-        yield f"realign help {line}", call(["help", *split(line)])
+        yield f"realign help {line}", partial(call, ["help", *split(line)])
     for line in COMPLETED:
-        yield f"realign --complete {line!r}", call(["--complete", f"realign {line}"])
+        yield f"realign --complete {line!r}", partial(call, ["--complete", f"realign {line}"])
 
 
-def runs(quick: bool) -> Iterator[tuple[str, Entry]]:
+def runs() -> Iterator[tuple[str, Recorder]]:
     """Yield weights, metrics and samples of small runs."""
     lines: dict[str, list[str]] = {}
     for name in experiments():
@@ -1384,17 +1389,15 @@ def runs(quick: bool) -> Iterator[tuple[str, Entry]]:
             lines[pair] = [*RUNS[name], f"algorithm={preset}", *NEEDS.get(preset, []), *group]
     lines |= VARIANTS
     for name, words in lines.items():
-        if quick and name not in QUICK:
-            continue
         experiment = name.split()[0]
         out = Path("runs_of_frozen") / name.replace(" ", "_").replace("=", "_")
         first = [f"experiment={experiment}", *GIVEN.get(experiment, []), *SMALL]
-        yield name, {**run_entry(out, call([*first, *words, f"output_dir={out}"])), "words": " ".join(words)}
-        shutil.rmtree(out, ignore_errors=True)
+        yield name, partial(run_entry, out, [*first, *words, f"output_dir={out}"])
 
 
-def run_entry(out: Path, called: Entry) -> Entry:
+def run_entry(out: Path, words: Sequence[str]) -> Entry:
     """Return what a run wrote, or why it failed."""
+    called = call(words)
     if called["code"]:
         return {"code": called["code"], "err": called["err"]}
     from safetensors.torch import load_file
@@ -1418,14 +1421,20 @@ def run_entry(out: Path, called: Entry) -> Entry:
             for i, line in enumerate((out / file).read_text().splitlines()):
                 row = json.loads(line)
                 made["samples"] |= {f"{file}:{i}: {key}": normal(json.dumps(value)) for key, value in row.items()}
+    shutil.rmtree(out)
     return made
 
 
-PARTS: dict[str, Callable[[bool], Iterator[tuple[str, Entry]]]] = {
+PARTS: dict[str, Callable[[], Iterator[tuple[str, Recorder]]]] = {
     "settings": settings,
     "messages": messages,
     "runs": runs,
 }
+
+
+def is_quick(part: str, name: str) -> bool:
+    """Return whether an entry is recorded with --quick: ten runs, and every eighth of the others."""
+    return name in QUICK if part == "runs" else zlib.crc32(name.encode()) % 8 == 0
 
 
 def record(part: str, inputs: Path, quick: bool) -> dict[str, Entry]:
@@ -1440,10 +1449,11 @@ def record(part: str, inputs: Path, quick: bool) -> dict[str, Entry]:
         os.chdir(folder)
         try:
             entries: dict[str, Entry] = {}
-            for name, entry in PARTS[part](quick):
+            for name, entry_of in PARTS[part]():
                 if name in entries:
                     raise SystemExit(f"{part}: {name!r} is recorded twice")
-                entries[name] = json.loads(json.dumps(entry))
+                if not quick or is_quick(part, name):
+                    entries[name] = json.loads(json.dumps(entry_of()))
         finally:
             os.chdir(back)
     spent = f"{time.perf_counter() - started:.0f} s, {time.process_time() - cpu:.0f} CPU s"
@@ -1532,7 +1542,7 @@ def main() -> int:
     parser.add_argument("command", choices=["write", "compare"])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--only", choices=list(PARTS))
-    parser.add_argument("--quick", action="store_true", help="only ten runs")
+    parser.add_argument("--quick", action="store_true", help="only ten runs, and every eighth of the other entries")
     parser.add_argument("--ignore", help="leave out lines of differences that match this pattern")
     args = parser.parse_args()
     folder: Path = args.folder.resolve()
@@ -1551,8 +1561,8 @@ def main() -> int:
     for part in parts:
         before = json.loads(gzip.decompress((folder / f"{part}.json.gz").read_bytes()))
         after = record(part, folder / "inputs", args.quick)
-        if args.quick and part == "runs":
-            before = {name: entry for name, entry in before.items() if name in QUICK}
+        if args.quick:
+            before = {name: entry for name, entry in before.items() if is_quick(part, name)}
         differs |= compare(part, before, after, ignored)
     return int(differs)
 
