@@ -122,7 +122,7 @@ class RunSettings(Settings):
     below it turns it on; empty or null takes every prompt once per epoch."""
     cache_reference: bool = False
     """Let the frozen reference of DPO or KTO score the rows once before training, and free it. Its log-probs stay in
-    the cache folder, so later runs with this model and these rows don't load it (TRL: precompute_ref_log_probs)."""
+    the folder of the run, so resuming doesn't load it (TRL: precompute_ref_log_probs)."""
     dynamic_sampling: Any = None
     """Dynamic sampling: keep sampling until enough prompts pass a filter on their rewards. In a config, `_target_`
     defaults to realign.runtime.DynamicSampling; empty or null disables it."""

@@ -55,7 +55,7 @@ def check(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         print_derived(experiment, console)
         disable_progress_bar()
         preflight(experiment, console)
-    caches = experiment.cache_reference or keeps_tokens(experiment.resolved)
+    caches = keeps_tokens(experiment.resolved)
     console.print(f"\n{verdict(len(shown), caches=caches)}", markup=False, highlight=False, soft_wrap=True)
     return 0
 

@@ -1,7 +1,7 @@
 """Engines run a transformers model on packed sequences. They contain no algorithm.
 
 - `transformers_model` and `shared_model`: config nodes that load an engine, or share the model of another role.
-- `cached_logprobs`: an engine that answers with cached log-probs of a frozen model.
+- `cached_logprobs`: an engine that scores each row of a run once.
 - `module_reader`: reads the module of a model, also in 4 bits, and merges an adapter into it.
 - `network`: the model, its attention, heads, LoRA adapters, branches and outputs.
 - `device`: choice of the device, precision of matrix products, and free memory.

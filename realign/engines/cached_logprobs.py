@@ -1,10 +1,4 @@
-"""Log-probs of a frozen model on disk, so that later runs on the same rows compute and load nothing.
-
-A log-prob depends only on the weights, how they are computed, the tokens and the temperature. Their hashes are its
-address, so runs with other data, seeds or batch sizes share entries.
-
-    XDG_CACHE_HOME/realign/logprobs/<hash of model and machine>/<hash of the file>.safetensors
-"""
+"""`CachedEngine`: a frozen model that scores each row of a run once, and is loaded only while log-probs are missing."""
 
 from __future__ import annotations
 
@@ -12,11 +6,9 @@ import gc
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -36,67 +28,28 @@ from realign.api.microbatch import MicroBatchSpec
 from realign.api.model import Model
 from realign.api.sample import INDEX_KEYS, TOKENS, SequenceSample
 from realign.api.stats import Stats
-from realign.array_cache import code_version, key_of
-from realign.cache_folder import Cache
 from realign.engines.distributed.ranks import current
 from realign.engines.files.adapters import find_adapter
 from realign.engines.transformers_model import TransformersModel
 from realign.errors import ConfigError, DataError
 
-_PART_BYTES = 8 << 20
-"""Size from which entries are written: a run that is killed loses no more than this."""
-_WHERE, _ENDING = "cached_where", ".safetensors"
+_WHERE = "cached_where"
 _WEIGHTS = (".safetensors", ".bin")
-_NOT_SCORING = {
-    "path",
-    "tokenizer",
-    "inherited",
-    "sampler",
-    "fused_rollout",
-    "gradient_checkpointing",
-    "optimizer",
-    "trains",
-}
-"""Settings of a model that do not affect its log-probs, or whose files are hashed instead."""
 
 
-class Fingerprint(NamedTuple):
-    """Hashes of a frozen model."""
-
-    weights: str
-    """Of the files with its weights."""
-    address: str
-    """Of all that determines its log-probs."""
-
-
-def fingerprint(role: str, spec: TransformersModel) -> Fingerprint | None:
-    """Return the hashes of a model; None if its files are not on this machine.
-
-    The address covers the files of the model folder (weights, config and tokenizer) and those of an adapter's base
-    model. It also covers the settings of the role, the kind of device, the code of this package, and the versions of
-    the packages that compute.
-    """
+def hash_of_weights(role: str, spec: TransformersModel) -> str | None:
+    """Return a hash of the files with a model's weights, and of its adapter's base; None if they're not here."""
     adapter = find_adapter(f"models.{role}.path={spec.path!r}", spec.path)
-    weights, others = hashlib.sha256(), hashlib.sha256()
+    weights = hashlib.sha256()
     for path in [spec.path] if adapter is None else [spec.path, adapter.base]:
         folder = _local_folder(path)
         if folder is None:
             return None
         for file in sorted(folder.iterdir()):
-            if file.suffix in (*_WEIGHTS, ".json", ".py") and file.is_file():
+            if file.suffix in _WEIGHTS and file.is_file():
                 with file.open("rb") as content:
-                    line = f"{file.name}\0{hashlib.file_digest(content, 'sha256').hexdigest()}\0".encode()
-                (weights if file.suffix in _WEIGHTS else others).update(line)
-    compute = spec.facts().compute
-    device = None if compute is None else compute.device
-    facts = {
-        "settings": {f.name: repr(getattr(spec, f.name)) for f in fields(spec) if f.name not in _NOT_SCORING},
-        "compute": str(compute),
-        "machine": torch.cuda.get_device_name() if device == "cuda" else torch.backends.cpu.get_cpu_capability(),
-        "code": code_version(),
-    }
-    address = key_of(weights.hexdigest(), others.hexdigest(), json.dumps(facts, sort_keys=True))
-    return Fingerprint(weights.hexdigest(), address)
+                    weights.update(f"{file.name}\0{hashlib.file_digest(content, 'sha256').hexdigest()}\0".encode())
+    return weights.hexdigest()
 
 
 def _local_folder(path: str) -> Path | None:
@@ -117,70 +70,11 @@ def _local_folder(path: str) -> Path | None:
     return folder if any(file.suffix in _WEIGHTS for file in folder.iterdir()) else None
 
 
-class LogprobStore:
-    """The cached log-probs of one model: from the hash of a sequence to its log-probs.
-
-    The name of a file is the hash of its content. Files are never changed, so processes may read and write them at the
-    same time; the same entry may be in two files. Damaged files are ignored. Entries that can't be written stay in
-    memory.
-    """
-
-    def __init__(self, model: str) -> None:
-        """Open the entries of the model with this fingerprint."""
-        self._cache = Cache("logprobs", model)
-        self._files: dict[str, Any] = {}
-        self._memory: dict[str, Tensor] = {}
-        self._new: dict[str, Tensor] = {}
-        self._bytes = 0
-        for name in self._cache.names():
-            if name.endswith(_ENDING) and not name.startswith("."):
-                self._open(name)
-
-    def _open(self, name: str) -> None:
-        from safetensors import SafetensorError, safe_open
-
-        path, content = self._cache.folder / name, self._cache.read(name)
-        if content is not None and hashlib.sha256(content).hexdigest() == path.stem:
-            with suppress(OSError, SafetensorError):  # removed meanwhile, or no file of ours
-                file = safe_open(path, framework="pt")
-                self._files |= dict.fromkeys(file.keys(), file)
-
-    def get(self, key: str, n: int) -> Tensor | None:
-        """Return the `n` log-probs of an entry; None if the store has none with this key and number."""
-        logprobs = self._new.get(key, self._memory.get(key))
-        if logprobs is None and key in self._files:
-            logprobs = self._files[key].get_tensor(key)
-            if not logprobs.isfinite().all():
-                return None
-        fits = logprobs is not None and logprobs.dtype is torch.float32 and logprobs.shape == (n,)
-        return logprobs if fits else None
-
-    def put(self, key: str, logprobs: Tensor) -> None:
-        """Add an entry, and write the new entries once they are many."""
-        self._new[key] = logprobs.contiguous().clone()
-        self._bytes += logprobs.nbytes
-        if self._bytes >= _PART_BYTES:
-            self.write()
-
-    def write(self) -> None:
-        """Write the new entries."""
-        from safetensors.torch import save
-
-        if self._new:
-            content = save(self._new)
-            name = f"{hashlib.sha256(content).hexdigest()}{_ENDING}"
-            if self._cache.write(name, content):
-                self._open(name)
-            else:
-                self._memory |= self._new
-            self._new, self._bytes = {}, 0
-
-
 class CachedEngine(PipelinableEngine):
-    """A frozen model that answers with cached log-probs. It loads its network when an entry is missing."""
+    """A frozen model that answers with log-probs that it has computed. It loads its network when one is missing."""
 
     def __init__(self, name: str, spec: TransformersModel, load: Callable[[], Model]) -> None:
-        """Open the cache of a role.
+        """Make the engine of a role.
 
         Args:
             name: the role.
@@ -191,27 +85,25 @@ class CachedEngine(PipelinableEngine):
             ConfigError: the files of the model aren't on this machine.
         """
         self.name = name
+        self.entries: dict[str, Tensor] = {}
+        """Log-probs by the address of a sequence, on rank 0, so that all ranks agree on what is missing."""
         self.cached = 0
-        """Number of sequences that came from the cache."""
+        """Number of sequences whose log-probs were known."""
         self.computed = 0
         """Number of sequences that the network scored."""
         self._outputs, self._load = spec.head.outputs, load
         self._model: Model | None = None
-        self._store: LogprobStore | None = None  # on rank 0, so that all ranks agree on what is missing
-        found = current().lead(partial(fingerprint, name, spec))
+        found = current().lead(partial(hash_of_weights, name, spec))
         if found is None:
             self._network()  # downloads the model
-            found = current().lead(partial(fingerprint, name, spec))
+            found = current().lead(partial(hash_of_weights, name, spec))
         if found is None:
             raise ConfigError(
                 f"cache_reference=true: the files of models.{name}.path={spec.path!r} are not in the cache of the hub. "
                 "Set the path to a folder, or set cache_reference=false."
             )
-        self._fingerprint = found
-        current().lead(self._open)
-
-    def _open(self) -> None:
-        self._store = LogprobStore(self._fingerprint.address)
+        self.sha256 = found
+        """Hash of the files with the weights."""
 
     def _network(self) -> PipelinableEngine:
         if self._model is None:
@@ -219,8 +111,7 @@ class CachedEngine(PipelinableEngine):
         return self._model.engine
 
     def release(self) -> None:
-        """Write the new entries, and free the network."""
-        current().lead(lambda: None if self._store is None else self._store.write())
+        """Free the network."""
         if self._model is not None:
             self._model = None
             gc.collect()
@@ -244,9 +135,8 @@ class CachedEngine(PipelinableEngine):
             DataError: a sequence is longer than the context window of the model.
         """
         lengths = data.lengths[TOKENS]
-        counts = [int(where_N.sum()) for where_N in where_T.split(lengths.flat.tolist())]
         keys = _addresses(data, temperature, where_T)
-        entries = current().lead(partial(self._read, keys, counts))
+        entries = current().lead(partial(self._read, keys))
         missing = [s for s, entry in enumerate(entries) if entry is None]
         if missing:
             # whole prompts, since their sequences are scored together
@@ -256,21 +146,15 @@ class CachedEngine(PipelinableEngine):
             sequences = [s for s, p in enumerate(lengths.prompt_of_sequence.tolist()) if p in chosen]
             for s, entry in zip(sequences, scored, strict=True):
                 entries[s] = entry
-            current().lead(partial(self._write, {keys[s]: entries[s] for s in missing}))
+            current().lead(partial(self.entries.update, {keys[s]: entries[s] for s in missing}))
         self.computed += len(missing)
         self.cached += len(keys) - len(missing)
         logprobs_T = torch.zeros(len(where_T))
         logprobs_T[where_T] = torch.cat([logprobs_T[:0], *entries])
         return logprobs_T
 
-    def _read(self, keys: Sequence[str], counts: Sequence[int]) -> list[Any]:
-        assert self._store is not None
-        return [self._store.get(key, n) for key, n in zip(keys, counts, strict=True)]
-
-    def _write(self, entries: Mapping[str, Tensor]) -> None:
-        assert self._store is not None
-        for key, logprobs in entries.items():
-            self._store.put(key, logprobs)
+    def _read(self, keys: Sequence[str]) -> list[Any]:
+        return [self.entries.get(key) for key in keys]
 
     def _score(self, data: SequenceSample, mb_spec: MicroBatchSpec, temperature: float) -> list[Tensor]:
         """Return the log-probs of the marked tokens of each sequence."""
@@ -287,7 +171,7 @@ class CachedEngine(PipelinableEngine):
 
         scored = data.merge(network.forward(data, mb_spec, post_hook))
         pairs = zip(scored.sequences("logprobs"), scored.sequences(_WHERE), strict=True)
-        return [logprobs_N[where_N] for logprobs_N, where_N in pairs]
+        return [logprobs_N[where_N].clone() for logprobs_N, where_N in pairs]
 
     @override
     def train_batch(
@@ -313,13 +197,13 @@ class CachedEngine(PipelinableEngine):
 
     @override
     def load_weights(self, weights: Mapping[str, Tensor], mix: float = 1.0) -> None:
-        """Raise ValueError, since the cache contains the log-probs of other weights."""
+        """Raise ValueError, since the log-probs are those of other weights."""
         raise self._refusal("cannot change its weights")
 
     @override
     def fixed_weights(self) -> dict[str, Any]:
         """Return the hash of the files with the weights, so that a resumed run notices others."""
-        return {"files": torch.tensor(list(bytes.fromhex(self._fingerprint.weights)), dtype=torch.uint8)}
+        return {"files": torch.tensor(list(bytes.fromhex(self.sha256)), dtype=torch.uint8)}
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -342,7 +226,7 @@ class CachedEngine(PipelinableEngine):
 
 
 class _CachedOutput:
-    """The part of `ModelOutput` that the cache has."""
+    """The part of `ModelOutput` that `CachedEngine` has."""
 
     def __init__(self, engine: CachedEngine, data: SequenceSample, mb_spec: MicroBatchSpec) -> None:
         self._engine, self._data, self._mb_spec = engine, data, mb_spec
@@ -375,4 +259,4 @@ def _addresses(data: SequenceSample, temperature: float, where_T: Tensor) -> lis
     return addresses
 
 
-__all__ = ["CachedEngine", "LogprobStore", "fingerprint"]
+__all__ = ["CachedEngine", "hash_of_weights"]

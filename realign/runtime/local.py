@@ -47,7 +47,7 @@ from realign.runtime.models import external_samplers, load_models, save_on_all_r
 from realign.runtime.out_of_memory import SMALLER, memory_limited
 from realign.runtime.processes.watchdog import Watch
 from realign.runtime.recorded_calls import ROLLOUT, RecordedCall, call_key, is_recorded, only
-from realign.runtime.reference_cache import load_with_cache, score_rows
+from realign.runtime.reference_cache import load_with_cache, read_references, score_rows
 from realign.runtime.rollout.asynchronous import RolloutAhead, load_background_sampler
 from realign.runtime.rollout.prompts import PromptStream
 from realign.runtime.rollout.spec import Async
@@ -247,8 +247,13 @@ class LocalRuntime:
         """
         return self.prompts.preview(self.prompts.places(number - 1))
 
-    def cache_references(self) -> list[str]:
-        """Let references with `cache_reference` score the rows of the whole run; return a line for each of them."""
+    def cache_references(self, *, resumed: bool) -> list[str]:
+        """Let references with `cache_reference` score the rows of the whole run; return a line for each of them.
+
+        A resumed run has the log-probs in its folder.
+        """
+        if resumed:
+            read_references(self.models, self.experiment.output_dir)
         doing = self.watch.doing("scoring the rows with the reference")
         with doing, memory_limited("scoring the rows with the reference", SMALLER):
             return score_rows(self.experiment, self.models, self.batch, self.datasets)

@@ -19,6 +19,7 @@ from realign.runtime.checkpoint.saved_models import FINAL
 from realign.runtime.checkpoint.schema import RECORDS, SAVED
 from realign.runtime.experiment import AUTO, CheckpointPart, Experiment
 from realign.runtime.recorded_calls import CALLS
+from realign.runtime.reference_cache import REFERENCES
 
 START = "start"
 """Folder below `output_dir` with the models and tokenizers that `realign.train` got as objects."""
@@ -27,7 +28,7 @@ START = "start"
 CLAIMED = (
     *(f"{name}.jsonl" for name in RECORDS),
     *("config.yaml", "curves.png", "last_failure.json", "summary.json", "run.json", "realign.log"),
-    *(CALLS, "tensorboard"),
+    *(REFERENCES, CALLS, "tensorboard"),
 )
 """Files that a run writes again and again, and folders to which it adds files."""
 HYDRA = (".hydra/config.yaml", ".hydra/hydra.yaml", ".hydra/overrides.yaml")

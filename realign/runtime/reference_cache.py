@@ -1,17 +1,29 @@
-"""References that score the rows of a run once: `cache_reference=true`."""
+"""References that score the rows of a run once, and keep the log-probs in its folder: `cache_reference=true`."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
 
 from realign.api import RPC, Model, ModelSpec, SequenceSample
 from realign.engines.cached_logprobs import CachedEngine
+from realign.engines.distributed.ranks import current
 from realign.engines.transformers_model import TransformersModel
+from realign.errors import ConfigError
+from realign.own_files import read_regular, replace_bytes
 from realign.runtime.calls import call
 from realign.runtime.datasets import Datasets
 from realign.runtime.experiment import Experiment
 from realign.runtime.models import check_vocabularies, load_own
+
+REFERENCES = "references.safetensors"
+"""File in the folder of a run."""
 
 
 def load_with_cache(experiment: Experiment, specs: Mapping[str, ModelSpec], seed: int) -> dict[str, Model]:
@@ -39,7 +51,7 @@ def score_rows(
 ) -> list[str]:
     """Let the cached roles score all batches of the run and of its evaluations, and free their networks.
 
-    The batches are those of training, so the first pass over the rows rounds as without the cache.
+    The batches are those of training, so the first pass over the rows rounds as without `cache_reference`.
 
     Args:
         experiment: the experiment.
@@ -67,12 +79,50 @@ def score_rows(
             for rows in evaluation.batches(datasets.held_out[where]):
                 score(evaluation.calls(experiment.graph), rows)
     lines = []
-    for role in cached:
-        engine = models[role].engine
-        assert isinstance(engine, CachedEngine)
+    for role, engine in _cached_engines(models).items():
         engine.release()
-        lines.append(f"models.{role} scored {engine.computed} sequences; {engine.cached} were in the cache")
+        lines.append(f"models.{role} scored {engine.computed} sequences; {engine.cached} were scored before")
     return lines
 
 
-__all__ = ["load_with_cache", "score_rows"]
+def read_references(models: Mapping[str, Model], run: Path) -> None:
+    """Give cached roles the log-probs in the folder of a run; those of other weights or a damaged file are missing."""
+    engines = _cached_engines(models)
+
+    def read() -> None:
+        from safetensors import SafetensorError
+        from safetensors.torch import load
+
+        with suppress(OSError, ConfigError, SafetensorError, KeyError):
+            tensors = load(read_regular(run / REFERENCES, (run / REFERENCES).lstat().st_size))
+            if torch.equal(tensors.pop("sha256"), _sha256(tensors)):  # safetensors reads flipped bytes without an error
+                for role, engine in engines.items():
+                    start = f"{role}/{engine.sha256}/"
+                    engine.entries |= {k.removeprefix(start): x for k, x in tensors.items() if k.startswith(start)}
+
+    if engines:
+        current().lead(read)
+
+
+def write_references(models: Mapping[str, Model], run: Path) -> None:
+    """Write the log-probs of the cached roles into the folder of a run, if there are new ones. Only on rank 0."""
+    from safetensors.torch import save
+
+    engines = _cached_engines(models)
+    if any(engine.computed for engine in engines.values()):
+        tensors = {f"{role}/{e.sha256}/{key}": x for role, e in engines.items() for key, x in e.entries.items()}
+        replace_bytes(run / REFERENCES, save(tensors | {"sha256": _sha256(tensors)}))
+
+
+def _cached_engines(models: Mapping[str, Model]) -> dict[str, CachedEngine]:
+    return {role: m.engine for role, m in models.items() if m.has_engine and isinstance(m.engine, CachedEngine)}
+
+
+def _sha256(tensors: Mapping[str, Tensor]) -> Tensor:
+    digest = hashlib.sha256()
+    for key, tensor in sorted(tensors.items()):
+        digest.update(f"{key} {tensor.dtype} {tuple(tensor.shape)} ".encode() + tensor.numpy().tobytes())
+    return torch.tensor(list(digest.digest()), dtype=torch.uint8)
+
+
+__all__ = ["REFERENCES", "load_with_cache", "read_references", "score_rows", "write_references"]

@@ -45,6 +45,7 @@ from realign.runtime.local import CallResult, LocalRuntime
 from realign.runtime.metrics.details import token_records
 from realign.runtime.metrics.samples import readable
 from realign.runtime.recorded_calls import CALLS, ROLLOUT, RecordedCall, call_key, read_calls, recorded_calls_path
+from realign.runtime.reference_cache import read_references
 from realign.runtime.resume import find_start
 from realign.runtime.rollout.spec import Sync
 from realign.runtime.run_checkpoints import continue_from, frozen_weights
@@ -288,6 +289,7 @@ def replay_steps(
         seed_random(bare.seed)
         runtime = ReplayRuntime(bare, run, rescore=rescore)
         stack.callback(runtime.close)
+        read_references(runtime.models, run)
         if start is not None:
             continue_from(start, runtime, frozen_weights(runtime), skip, ahead=runtime.ahead is not None)
         if start is None or start.new_run:

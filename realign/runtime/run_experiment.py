@@ -197,9 +197,9 @@ def _opened(
         show_lines(console, [f"Known answers: {line}" for line in runtime.known_answers])
     if experiment.cached_roles:
         with _status(console if ranks.leader else None, "scoring the rows with the reference"):
-            cached = runtime.cache_references()
+            cached = runtime.cache_references(resumed=start is not None and start.own)
         if console is not None:
-            show_lines(console, [f"Cache: {line}" for line in cached])
+            show_lines(console, [f"Reference: {line}" for line in cached])
     ranks.lead(partial(experiment.output_dir.mkdir, parents=True, exist_ok=True))
     if not is_there:
         ranks.lead(hold)

@@ -35,6 +35,7 @@ from realign.runtime.metrics.trackers import BestEffortTracker, Tracker
 from realign.runtime.output_folder import take_output_folder
 from realign.runtime.processes.watchdog import Watch, WorkerHangs, WorkerLost
 from realign.runtime.recorded_calls import remove_later_calls, write_calls
+from realign.runtime.reference_cache import write_references
 from realign.runtime.resume import DYNAMIC_SAMPLING, settings_hash
 from realign.runtime.rollout.dynamic_sampling import TaskSolved
 from realign.runtime.run_checkpoints import (
@@ -125,6 +126,8 @@ class TrainingLoop:
             pack({"interfaces": interface_states(runtime), "callbacks": self.callbacks.state_dict()}, copy=False)
         # after loading and restoring, so that a start that fails there leaves the earlier run as it was
         self.ranks.lead(partial(take_output_folder, e, fresh=start is None or not start.own))
+        if e.cached_roles:
+            self.ranks.lead(partial(write_references, runtime.models, self.out))
         self.result = RunResult(self.out)
         self.records: Records | None = None
         self.details: RunDetails | None = None
