@@ -21,10 +21,8 @@ from realign.own_files import (
 )
 
 LIMIT = "REALIGN_CACHE_GB"
-"""Environment variable with the size limit of the shared files in GB: a property of the machine, and of no run."""
+"""Environment variable with the size limit of a folder in GB: a property of the machine, and of no run."""
 DEFAULT_GB = 10.0
-_SHARED = ("arrays", "logprobs")
-"""Folders whose files count toward the limit, with those that killed writers left."""
 
 
 def cache_folder() -> Path:
@@ -34,7 +32,7 @@ def cache_folder() -> Path:
 
 
 def size_limit() -> int:
-    """Return the size limit of all shared files together, in bytes.
+    """Return the size limit of a folder in bytes, with what killed writers left.
 
     Raises:
         ConfigError: the environment variable is not a number of at least 0.
@@ -60,7 +58,7 @@ class Cache:
         Args:
             names: its path below `root`.
             root: the first folder that must be private; None: the user's cache folder.
-            limit: the largest size of the folder in bytes, instead of that of the shared folders.
+            limit: the largest size of the folder in bytes; None: `size_limit`.
             quiet: say nothing when files can't be written.
 
         Raises:
@@ -68,7 +66,6 @@ class Cache:
         """
         self.root = root or cache_folder()
         self.folder = self.root.joinpath(*names)
-        self._counted = [self.root / name for name in _SHARED] if limit is None else [self.folder]
         self._limit = size_limit() if limit is None else limit
         self._unsummed = self._limit  # bytes written since the sizes were last summed; the first write sums them
         self._full, self._quiet = self._limit == 0, quiet
@@ -118,7 +115,7 @@ class Cache:
         try:
             if not self._full and self._unsummed > self._limit // 100:  # summing for each entry would be quadratic
                 self._unsummed = 0
-                self._full = sum(map(_size, self._counted)) + len(content) > self._limit
+                self._full = _size(self.folder) + len(content) > self._limit
                 if self._full:
                     self._say(f"the cache is full ({LIMIT}={self._limit / 1e9:g}). Remove {self.root} to start anew")
             if self._full or len(content) > self._limit:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from typing_extensions import override
 
-from realign.array_cache import key_of
 from realign.cells import read_column
 from realign.data.columns import Context, Row, beside_prompt, check_context, is_given
 from realign.data.dataset import Collected, Dataset, DataSpec, LoadReport, PackedDataset, collect_tables
@@ -22,7 +21,7 @@ from realign.data.order import Mixture
 from realign.data.rendering import Segment
 from realign.data.row_sources import RowSource, Split, Table, as_sources, titles
 from realign.data.streaming import StreamedDataset, StreamSource
-from realign.data.token_cache import CachedEncoder, tokenizer_identity
+from realign.data.token_cache import CachedEncoder, key_of, tokenizer_identity
 from realign.data.writer import Repeated, Template, Writer, Written
 from realign.errors import ConfigError, DataError, SettingsError, TransientError
 from realign.settings import Count

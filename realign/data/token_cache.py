@@ -1,24 +1,29 @@
-"""Tokens of rows on disk, so that a large dataset is tokenized once for all runs with the same tokenizer and format."""
+"""Tokens of rows on disk, so that a large dataset is tokenized once for all runs with the same tokenizer and format.
+
+An entry has the tokens of `CHUNK` rows as JSON, and is named by a hash of all that they follow from. It appears by a
+rename, so a run that is killed loses one entry at most. A damaged one is missing, and computed again.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import date
+from functools import cache, partial
+from importlib.metadata import PackageNotFoundError, version
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from realign.array_cache import ArrayCache, Arrays, code_version, key_of
+from realign.cache_folder import Cache
 from realign.data.columns import Row
 from realign.data.encoding import CHUNK, DroppedRow, Encoded, EncodedRow, RowEncoder, TokenSequence
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
 
 _PLACES = {"name_or_path", "is_local", "local_files_only", "cache_dir"}
 """Settings of a tokenizer that say where it came from, as do those whose names end in `_file`."""
@@ -46,7 +51,7 @@ class CachedEncoder:
 
     encoder: RowEncoder
     format: str
-    _cache: ArrayCache = field(default_factory=ArrayCache, init=False, repr=False)
+    _cache: Cache = field(default_factory=partial(Cache, "tokens"), init=False, repr=False)
 
     def encode(self, rows: Iterable[tuple[str, Row]]) -> Iterator[Encoded]:
         """Yield rows as token sequences, in order; see `RowEncoder.encode`."""
@@ -54,110 +59,84 @@ class CachedEncoder:
         dated = "strftime_now" in str(self.encoder.tokenizer.chat_template)
         source = iter(rows)
         while chunk := list(islice(source, CHUNK)):
-            plain, today = [row for _, row in chunk], _today(dated)
-            key = self._key(plain, today)
-            encoded = None if key is None else self._read(key, plain)
-            if encoded is None:
-                self.encoder.faults = {}
-                encoded = list(self.encoder.encode(chunk))
-                if key is not None and today == _today(dated):
-                    faults = json.dumps(self.encoder.faults).encode()
-                    self._cache.put(key, _packed(encoded) | {_FAULTS: np.frombuffer(faults, dtype=np.uint8)})
+            today = _today(dated)
+            key = self._key([row for _, row in chunk], today)
+            entry = None if key is None else self._read(key)
+            if entry is not None:
+                for kind, message in entry["faults"].items():  # as the run did that wrote the entry
+                    self.encoder.warn(kind, message)
+                yield from (_encoded(row, packed) for (_, row), packed in zip(chunk, entry["rows"], strict=True))
+                continue
+            self.encoder.faults = {}
+            encoded = list(self.encoder.encode(chunk))
+            if key is not None and today == _today(dated):
+                content = json.dumps({"faults": self.encoder.faults, "rows": list(map(_packed, encoded))}).encode()
+                self._cache.write(key, _digest(key, content) + content)
             yield from encoded
 
-    def _key(self, rows: Sequence[Row], today: str) -> str | None:
+    def _key(self, rows: list[Row], today: str) -> str | None:
         """Return the key of a chunk of rows; None if they contain other values than those of JSON."""
         with suppress(TypeError, ValueError, RecursionError):
             return key_of("tokens", code_version(), self.format, today, json.dumps(rows, ensure_ascii=False))
         return None
 
-    def _read(self, key: str, rows: Sequence[Row]) -> list[Encoded] | None:
-        arrays = self._cache.get(key)
-        if arrays is None:
-            return None
-        with suppress(ValueError, LookupError, TypeError):
-            faults = json.loads(arrays.pop(_FAULTS).tobytes())
-            encoded = _unpacked(arrays, rows)
-            for kind, message in faults.items():  # as the run did that wrote the entry
-                self.encoder.warn(kind, message)
-            return encoded
-        return None
+    def _read(self, key: str) -> Any:
+        digest, content = (found := self._cache.read(key) or b"")[:32], found[32:]
+        return json.loads(content) if digest == _digest(key, content) else None
 
 
 def _today(dated: bool) -> str:
     return date.today().isoformat() if dated else ""
 
 
-_FAULTS = "faults"
-_FORM: dict[str, tuple[Any, int]] = {
-    "dropped": (np.uint8, 1),
-    "truncated": (np.uint8, 1),
-    "counts": (np.int64, 2),
-    "labels": (np.float64, 1),
-    "margins": (np.float64, 1),
-    "lengths": (np.int64, 2),
-    "ids": (np.int64, 1),
-    "trained": (np.uint8, 1),
-}
-"""Data type and number of dimensions of the arrays of an entry."""
+def _digest(key: str, content: bytes) -> bytes:
+    return hashlib.sha256(key.encode() + content).digest()
 
 
-def _packed(encoded: Sequence[Encoded]) -> Arrays:
-    rows = [e for e in encoded if isinstance(e, EncodedRow)]
-    sequences = [s for row in rows for s in row.sequences]
-    dropped = [e.reason if isinstance(e, DroppedRow) else None for e in encoded]
-    return {
-        "dropped": np.frombuffer(json.dumps(dropped).encode(), dtype=np.uint8),
-        "truncated": np.array([row.truncated for row in rows], dtype=np.uint8),
-        "counts": np.array([[len(r.sequences), len(r.labels), len(r.margins)] for r in rows], np.int64).reshape(-1, 3),
-        "labels": np.array([x for row in rows for x in row.labels], dtype=np.float64),
-        "margins": np.array([x for row in rows for x in row.margins], dtype=np.float64),
-        "lengths": np.array([[len(s.ids), s.prompt, s.start] for s in sequences], dtype=np.int64).reshape(-1, 3),
-        "ids": np.array([i for s in sequences for i in s.ids], dtype=np.int64),
-        "trained": np.frombuffer(b"".join(s.trained for s in sequences), dtype=np.uint8),
-    }
+def _packed(encoded: Encoded) -> Any:
+    if isinstance(encoded, DroppedRow):
+        return encoded.reason
+    sequences = [(s.ids, s.trained.hex(), s.prompt, s.start) for s in encoded.sequences]
+    return sequences, encoded.labels, encoded.margins, encoded.truncated
 
 
-def _unpacked(arrays: Arrays, rows: Sequence[Row]) -> list[Encoded]:
-    """Return the rows of an entry.
-
-    Raises:
-        ValueError, LookupError, TypeError: the entry is none of these rows.
-    """
-    if {name: (array.dtype, array.ndim) for name, array in arrays.items()} != _FORM:
-        raise ValueError("the arrays have another form")
-    dropped = json.loads(arrays["dropped"].tobytes())
-    lengths = arrays["lengths"].tolist()
-    ids, trained = arrays["ids"].tolist(), arrays["trained"].tobytes()
-    values: dict[str, list[Any]] = {name: arrays[name].tolist() for name in ("labels", "margins")}
-    at, tokens, sequences = {"labels": 0, "margins": 0}, 0, list[TokenSequence]()
-    for n, prompt, start in lengths:
-        if not 0 <= start <= n or not 0 <= prompt <= n or tokens + n > len(ids):
-            raise ValueError("a sequence has no such part")
-        sequences.append(TokenSequence(ids[tokens : tokens + n], trained[tokens : tokens + n], prompt, start))
-        tokens += n
-    if tokens != len(ids) or tokens != len(trained):
-        raise ValueError("the sequences are not all tokens")
-    encoded, first = list[Encoded](), 0
-    kept = iter(zip(arrays["counts"].tolist(), arrays["truncated"].tolist(), strict=True))
-    for row, reason in zip(rows, dropped, strict=True):
-        if reason is not None:
-            encoded.append(DroppedRow(str(reason)))
-            continue
-        counts, truncated = next(kept, ((0, 0, 0), 0))
-        if not 0 < counts[0] <= len(sequences) - first:
-            raise ValueError("a row has no such sequences")
-        own: dict[str, tuple[float, ...]] = {}
-        for name, n in zip(("labels", "margins"), counts[1:], strict=True):
-            own[name] = tuple(values[name][at[name] : at[name] + n])
-            at[name] += n
-        encoded.append(
-            EncodedRow(row, tuple(sequences[first : first + counts[0]]), own["labels"], own["margins"], bool(truncated))
-        )
-        first += counts[0]
-    if first != len(sequences):
-        raise ValueError("the rows are not all sequences")
-    return encoded
+def _encoded(row: Row, packed: Any) -> Encoded:
+    if isinstance(packed, str):
+        return DroppedRow(packed)
+    sequences, labels, margins, truncated = packed
+    tokens = [TokenSequence(ids, bytes.fromhex(trained), *rest) for ids, trained, *rest in sequences]
+    return EncodedRow(row, tokens, labels, margins, truncated)
 
 
-__all__ = ["CachedEncoder", "tokenizer_identity"]
+@cache
+def code_version() -> str:
+    """Return a hash of the source of this package and of the versions of the packages that compute for it."""
+    digest, root = hashlib.sha256(), Path(__file__).parents[1]
+    for path in sorted(root.rglob("*.py")):
+        digest.update(f"\n{path.relative_to(root)}\n".encode() + path.read_bytes())
+    for package in (
+        "torch",
+        "transformers",
+        "tokenizers",
+        "jinja2",
+        "numpy",
+        "flash-attn",
+        "kernels",
+        "peft",
+        "bitsandbytes",
+    ):
+        with suppress(PackageNotFoundError):
+            digest.update(f"{package} {version(package)}\n".encode())
+    return digest.hexdigest()
+
+
+def key_of(*parts: str) -> str:
+    """Return the key of what follows from these texts."""
+    digest = hashlib.sha256()
+    for part in parts:
+        content = part.encode(errors="surrogatepass")
+        digest.update(f"{len(content)} ".encode() + content)
+    return digest.hexdigest()
+
+
+__all__ = ["CachedEncoder", "key_of", "tokenizer_identity"]

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from datetime import date
 
-import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from realign.array_cache import ArrayCache
+from realign.cache_folder import Cache
 from realign.data import Excerpt, PreferenceData, PromptData, SupervisedData, UnpairedData
 from realign.data.dataset import content_hash
+from realign.data.encoding import RowEncoder
+from realign.data.token_cache import key_of
 from realign.errors import SettingsError
 from realign.tokenization import Tokens
 from tests.data.chat_templates import CHATML, assistant, chat_tokenizer, user
@@ -149,7 +149,7 @@ def test_tokens_of_a_users_class_are_not_kept(write, tokenized):
         tokenized.clear()
         OwnData(write({"prompt": "123 45", "completion": "2"}), cache=True).load(make_tokenizer())
         assert tokenized
-    assert not ArrayCache().folder.exists()
+    assert not Cache("tokens").folder.exists()
 
 
 def test_a_setting_without_effect_is_an_error(write):
@@ -157,25 +157,52 @@ def test_a_setting_without_effect_is_an_error(write):
         PromptData(write({"prompt": "1"}), cache=True, excerpt=Excerpt(max_tokens=3))
 
 
-@pytest.mark.parametrize("damage", ["ids", "lengths", "counts", "dropped", "labels"])
-def test_an_entry_that_fits_no_rows_is_computed_again(damage, write, tokenized):
+@pytest.mark.parametrize("at", [0, 31, 32, 100, -1])
+def test_an_entry_with_a_flipped_byte_is_computed_again(at, write, tokenized):
     path = write(*PAIRS[:4])
     expected = content_hash(PreferenceData(path, cache=True).load(make_tokenizer()))
-    cache = ArrayCache()
-    (file,) = cache.folder.iterdir()
-    arrays = cache.get(file.stem)
-    wrong = {
-        "ids": arrays["ids"][:-1],
-        "lengths": arrays["lengths"] + 1,
-        "counts": arrays["counts"][:-1],
-        "dropped": np.frombuffer(json.dumps([None] * 5).encode(), dtype=np.uint8),
-        "labels": arrays["labels"].reshape(2, -1),
-    }
-    cache.put(file.stem, {**arrays, damage: wrong[damage]})
+    (file,) = Cache("tokens").folder.iterdir()
+    content = bytearray(file.read_bytes())
+    content[at] ^= 1
+    file.write_bytes(content)
+    for tokens in (True, False):
+        tokenized.clear()
+        assert content_hash(PreferenceData(path, cache=True).load(make_tokenizer())) == expected
+        assert bool(tokenized) == tokens
+
+
+def test_an_entry_under_another_name_is_computed_again(write):
+    PreferenceData(write(*PAIRS[:4]), cache=True).load(make_tokenizer())
+    (file,) = Cache("tokens").folder.iterdir()
+    content = file.read_bytes()
+    file.unlink()
+    path = write(*PAIRS[4:8])
+    expected = content_hash(PreferenceData(path, cache=True).load(make_tokenizer()))
+    (other,) = Cache("tokens").folder.iterdir()
+    other.write_bytes(content)
+    assert content_hash(PreferenceData(path, cache=True).load(make_tokenizer())) == expected
+
+
+def test_a_load_that_is_killed_keeps_its_complete_entries(write, tokenized, monkeypatch):
+    path, encode, calls = write(*PAIRS), RowEncoder.encode, []
+
+    def killed(self, rows):
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return encode(self, rows)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RowEncoder, "encode", killed)
+        with pytest.raises(KeyboardInterrupt):
+            PreferenceData(path, cache=True).load(make_tokenizer())
     tokenized.clear()
-    loaded = PreferenceData(path, cache=True).load(make_tokenizer())
-    assert content_hash(loaded) == expected
-    assert tokenized
+    PreferenceData(path, cache=True).load(make_tokenizer())
+    assert len(tokenized) == 88 * 2  # rows 512 to 599: two sequences
+
+
+def test_a_key_tells_texts_apart_wherever_they_are_cut():
+    assert len({key_of("ab", "c"), key_of("a", "bc"), key_of("abc"), key_of("ab", "c", "")}) == 4
 
 
 def test_a_warning_about_the_template_comes_in_each_run(write, tokenized):
