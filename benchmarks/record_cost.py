@@ -19,7 +19,7 @@ from realign.runtime.local import LocalRuntime
 from realign.runtime.metrics.details import RunDetails
 from realign.runtime.metrics.records import Records
 from realign.runtime.metrics.run_log import RunLog
-from realign.runtime.recorded_calls import write_calls
+from realign.runtime.recorded_calls import CallRecorder
 
 DEFAULT = RecordSpec()
 EVERY = replace(DEFAULT, every_steps=1)
@@ -34,6 +34,8 @@ def measure(overrides: list[str], steps: int) -> str:
     inside, writing = list[float](), list[float]()
     with TemporaryDirectory() as folder, Records(Path(folder), None, "") as records:
         runtime = LocalRuntime(experiment)
+        starts_workers = experiment.runtime.starts_workers
+        runtime.hook = CallRecorder(Path(folder), experiment.graph, starts_workers=starts_workers)
         lead = experiment.lead_role
         decode = runtime.models[lead].tokenizer.decode
         with RunDetails(EVERY, lead, decode, runtime.spans, records, RunLog()) as details:
@@ -43,7 +45,7 @@ def measure(overrides: list[str], steps: int) -> str:
                 started = time.perf_counter()
                 _, batch = runtime.step(step)
                 stepped = time.perf_counter()
-                write_calls(Path(folder), step, runtime.to_record)
+                runtime.hook.end(step)
                 recorded = time.perf_counter()
                 writing.append(recorded - stepped)
                 started += writing[-1]  # every step has it, so it is no difference of two steps

@@ -9,7 +9,6 @@ import re
 import subprocess
 from bdb import BdbQuit
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,6 +24,7 @@ from realign.text import visible
 if TYPE_CHECKING:
     from realign.runtime import Experiment
     from realign.runtime.checkpoint.folder import Checkpoint
+    from realign.runtime.local import LocalRuntime
     from realign.runtime.replay import ReplayedStep
 
 MACHINE = ("time/", "rollout/")
@@ -160,14 +160,14 @@ def _advance(run: Path, out: Path, step: int, checkpoint: Checkpoint | None, mov
     """
     from realign.runtime import run as train_run
     from realign.runtime.output_folder import remove_output_folder
-    from realign.runtime.replay import ReplayRuntime, StopAfter, check_settings, last_checkpoint
+    from realign.runtime.replay import RecordedAnswers, StopAfter, check_settings, last_checkpoint
     from realign.runtime.run_experiment import open_runtime
     from realign.runtime.run_report import parent_record
 
     first = 1 if checkpoint is None else checkpoint.step + 1
     check_settings(run, first)
     resumed = _resumed(experiment_of(run, *moved), checkpoint)
-    experiment = experiment_of(run, f"output_dir={_path(out.absolute())}", *moved, *resumed)
+    experiment = experiment_of(run, f"output_dir={_path(out.absolute())}", "records.calls=false", *moved, *resumed)
     if experiment.rollout.ahead:
         raise ConfigError(
             f"{run} has no checkpoint at step {step}, and asynchronous rollout would take other steps again. Fork it "
@@ -176,7 +176,13 @@ def _advance(run: Path, out: Path, step: int, checkpoint: Checkpoint | None, mov
     again = f"steps {first} to {step}" if first < step else f"step {step}"
     print(f"{visible(str(run))} has no checkpoint at step {step}: taking {again} again")
     is_new = not out.exists()
-    load = open_runtime if experiment.runtime.starts_workers else partial(ReplayRuntime, run=run)
+
+    def load(experiment: Experiment) -> LocalRuntime:
+        runtime = open_runtime(experiment)
+        if not experiment.runtime.starts_workers:
+            runtime.hook = RecordedAnswers(experiment, run)
+        return runtime
+
     try:
         train_run(experiment, callbacks={"fork": StopAfter(step)}, load=load)
     except BaseException:

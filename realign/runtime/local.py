@@ -46,7 +46,7 @@ from realign.runtime.metrics.samples import readable
 from realign.runtime.models import external_samplers, load_models, save_on_all_ranks
 from realign.runtime.out_of_memory import SMALLER, memory_limited
 from realign.runtime.processes.watchdog import Watch
-from realign.runtime.recorded_calls import ROLLOUT, RecordedCall, call_key, is_recorded, only
+from realign.runtime.recorded_calls import ROLLOUT, StepHook, call_key, only
 from realign.runtime.reference_cache import load_with_cache, read_references, score_rows
 from realign.runtime.rollout.asynchronous import RolloutAhead, load_background_sampler
 from realign.runtime.rollout.prompts import PromptStream
@@ -146,8 +146,8 @@ class LocalRuntime:
         self.traces: dict[str, Sequence[TracedSequence]] = {}
         """Traced sequences of the last step, by role."""
         self._at_training: dict[str, tuple[int, int | None]] = {}  # see `_changes`, when a role's train_step began
-        self.to_record: dict[str, RecordedCall] = {}
-        """Calls of the last step that a replay cannot compute again, by name."""
+        self.hook = StepHook()
+        """Sees the calls of the steps, or answers in their place."""
         self.ahead: RolloutAhead | None = None
         """Samples and scores prompts for later steps, with rollout=async."""
         self.watch = Watch()
@@ -271,17 +271,23 @@ class LocalRuntime:
             The metrics of the step, and the batch with every key that was produced.
         """
         started = time.perf_counter()
-        self.traces, self.to_record, self._at_training = {}, {}, {}
+        self.traces, self._at_training = {}, {}
+        self.hook.begin(step)
         values: dict[str, float] = {}
         with self.spans.span("step", "phase"):
-            batch, calls = self._begun(step, values)
-            batch = self._calls(calls, batch, values)
+            start, calls = self._begun(step, values)
+            rollout_metrics = dict(values)
+            batch = self._calls(calls, start, values)
             # before the next prompts start, which a curriculum chooses by these rewards
             self.prompts.record(batch)
             if self.ahead is not None:
                 self.ahead.advance()
-            # after the calls, because dynamic sampling draws during them
-            values |= self._order_metrics()
+            # after the calls, because dynamic sampling draws during them; an answer of the hook has them already
+            order = self.prompts.order.metrics()
+            values |= {name: value for name, value in order.items() if name not in values}
+            if self.ahead is not None:
+                read = {key for rpc in calls for key in rpc.inputs}
+                self.hook.rolled_out(only(start, {*start.data, *read}), rollout_metrics | order)
             with memory_limited("weight sync", SMALLER), self.spans.span("weight sync", "phase"):
                 values |= self.sync.after_step(step)
             if "rewards" in batch:
@@ -307,12 +313,12 @@ class LocalRuntime:
         graph, sampling = self.experiment.graph, self.experiment.dynamic_sampling
         leading = graph.leading_to("rewards")
         rest = [rpc for rpc in graph.order if rpc not in leading]
+        if (rollout := self.hook.answer(ROLLOUT)) is not None:
+            values |= rollout.metrics
+            return rollout.batch, rest
         if self.ahead is not None:
             with self.watch.doing("asynchronous rollout", limited=True), self.spans.span("wait for rollout", "phase"):
-                batch = self.ahead.take(step, values, self.counters.best_reward)
-            read = {key for rpc in rest for key in rpc.inputs}
-            self.to_record[ROLLOUT] = RecordedCall(only(batch, {*batch.data, *read}), dict(values))
-            return batch, rest
+                return self.ahead.take(step, values, self.counters.best_reward), rest
         if sampling is None:
             self.prompts.drawn = step - 1 + self.batches_ahead  # one per step: the position follows from the step
             return self.prompts.draw(), graph.order
@@ -328,13 +334,6 @@ class LocalRuntime:
         batch, sampling_metrics = sampling.fill(self.experiment.batch_prompts, draw, self.counters.best_reward)
         values |= sampling_metrics
         return batch, rest
-
-    def _order_metrics(self) -> dict[str, float]:
-        """Return metrics of the rows that were drawn. The record of asynchronous rollout has them too, for a replay."""
-        metrics = self.prompts.order.metrics()
-        if (rollout := self.to_record.get(ROLLOUT)) is not None:
-            self.to_record[ROLLOUT] = rollout._replace(metrics={**rollout.metrics, **metrics})
-        return metrics
 
     def _calls(
         self, rpcs: Sequence[RPC], batch: SequenceSample, values: dict[str, float], draw: int = 0
@@ -360,7 +359,10 @@ class LocalRuntime:
     def _call(self, rpc: RPC, batch: SequenceSample, draw: int = 0) -> CallResult:
         """Execute one RPC on `batch`; see `_calls` for `draw`."""
         started = time.perf_counter()
-        model = self.models[rpc.model]
+        model, key = self.models[rpc.model], call_key(rpc, draw)
+        if (answer := self.hook.answer(key, batch)) is not None:
+            device = next(iter(batch.data.values())).device
+            return CallResult(batch.merge(answer.batch.to(device)), {}, time.perf_counter() - started)
         if rpc.method == "train_step":
             self._samplers.sleep()
             self._at_training.setdefault(rpc.model, _changes(model))
@@ -374,8 +376,7 @@ class LocalRuntime:
         doing = self.watch.doing(f"call {rpc.name!r}", batch, limited=True)
         with doing, self.spans.span(rpc.name, rpc.method):
             batch, stats = call(rpc, model, self.interfaces[rpc.model], batch, mb_spec, self.graph, traces)
-        if is_recorded(rpc, model, self.graph, self.experiment.runtime):
-            self.to_record[call_key(rpc, draw)] = RecordedCall(only(batch, rpc.outputs), {})
+        self.hook.made(key, rpc, model, batch)
         return CallResult(batch, stats, time.perf_counter() - started, traces)
 
     def models_changed(self) -> bool:

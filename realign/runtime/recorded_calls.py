@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from typing_extensions import override
 
 from realign.api import RPC, DataflowGraph, Lengths, Model, SequenceSample
 from realign.api.sample import INDEX_KEYS, TOKENS
@@ -25,7 +26,6 @@ from realign.errors import CheckpointError
 from realign.own_files import make_folder, move, open_new, refuse_link, remove_file
 from realign.runtime.checkpoint.folder import folder_name
 from realign.runtime.checkpoint.serialize import pack, read_tensors, unpack, write_tensors
-from realign.runtime.runtime_spec import RuntimeSpec
 
 CALLS = "calls"
 """Name of the folder of recorded calls inside `output_dir`."""
@@ -60,16 +60,70 @@ def only(batch: SequenceSample, keys: Iterable[str]) -> SequenceSample:
     )
 
 
-def is_recorded(rpc: RPC, model: Model, graph: DataflowGraph, runtime: RuntimeSpec) -> bool:
-    """Return whether a replay needs the outputs of a call, because it could not compute the same ones."""
+def is_recorded(rpc: RPC, model: Model, graph: DataflowGraph, *, starts_workers: bool) -> bool:
+    """Return whether a replay needs the outputs of a call, because it could not compute the same ones.
+
+    `starts_workers` says whether models run in other processes than this one.
+    """
     if rpc.method == "train_step":
         return False
     samples = rpc.method == "generate"
     if not model.has_engine or (samples and "rewards" in rpc.outputs):
         return True
     # one process on a CPU samples the same tokens again; other devices and numbers of processes round differently
-    exact = not (model.external_sampler or runtime.starts_workers or torch.cuda.is_available()) and current().size == 1
+    exact = not (model.external_sampler or starts_workers or torch.cuda.is_available()) and current().size == 1
     return not exact and (samples or rpc in graph.leading_to("rewards"))
+
+
+class StepHook:
+    """Stands between the steps of a runtime and their calls: sees what a call wrote, or answers in its place.
+
+    This one does neither. A call is named by `call_key`.
+    """
+
+    def begin(self, step: int) -> None:
+        """Start a step."""
+
+    def answer(self, key: str, batch: SequenceSample | None = None) -> RecordedCall | None:
+        """Return what a call on `batch` writes, or `ROLLOUT` without a batch; None lets the runtime compute it."""
+        return None
+
+    def made(self, key: str, rpc: RPC, model: Model, batch: SequenceSample) -> None:
+        """Receive the batch with what a call wrote; from several threads with runtime=ray."""
+
+    def rolled_out(self, batch: SequenceSample, metrics: Mapping[str, float]) -> None:
+        """Receive what asynchronous rollout gave to the step."""
+
+    def end(self, step: int) -> None:
+        """Finish a complete step; on rank 0 only."""
+
+
+class CallRecorder(StepHook):
+    """Writes the calls of each step that a replay needs."""
+
+    def __init__(self, run: Path, graph: DataflowGraph, *, starts_workers: bool) -> None:
+        """Record into the folder of a run; see `is_recorded`."""
+        self._run, self._graph, self._starts_workers = run, graph, starts_workers
+        self._calls: dict[str, RecordedCall] = {}
+
+    @override
+    def begin(self, step: int) -> None:
+        self._calls = {}
+
+    @override
+    def made(self, key: str, rpc: RPC, model: Model, batch: SequenceSample) -> None:
+        if is_recorded(rpc, model, self._graph, starts_workers=self._starts_workers):
+            self._calls[key] = RecordedCall(only(batch, rpc.outputs), {})
+
+    @override
+    def rolled_out(self, batch: SequenceSample, metrics: Mapping[str, float]) -> None:
+        self._calls[ROLLOUT] = RecordedCall(batch, metrics)
+
+    @override
+    def end(self, step: int) -> None:
+        # emptied, or it would keep tensors of this step on their device
+        calls, self._calls = self._calls, {}
+        write_calls(self._run, step, calls)
 
 
 def recorded_calls_path(run: Path, step: int) -> Path:
@@ -159,7 +213,9 @@ def batch_of(tree: Any) -> SequenceSample:
 __all__ = [
     "CALLS",
     "ROLLOUT",
+    "CallRecorder",
     "RecordedCall",
+    "StepHook",
     "batch_of",
     "batch_tree",
     "call_key",

@@ -12,7 +12,6 @@ import json
 import math
 import os
 import pdb
-import time
 from bdb import BdbQuit
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
@@ -27,7 +26,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from typing_extensions import override
 
-from realign.api import RPC, Callback, ModelInterface, ModelSpec, SequenceSample
+from realign.api import Callback, ModelInterface, ModelSpec, SequenceSample
 from realign.api.callback import CallbackResult, StepEvent
 from realign.api.lengths import Lengths
 from realign.api.rewards import Verifier
@@ -41,10 +40,10 @@ from realign.runtime.checkpoint.folder import CHECKPOINTS, Checkpoint, CorruptCh
 from realign.runtime.checkpoint.random_generators import seed_random
 from realign.runtime.checkpoint.serialize import hash_of
 from realign.runtime.experiment import CheckpointPart, Experiment
-from realign.runtime.local import CallResult, LocalRuntime
+from realign.runtime.local import LocalRuntime
 from realign.runtime.metrics.details import token_records
 from realign.runtime.metrics.samples import readable
-from realign.runtime.recorded_calls import CALLS, ROLLOUT, RecordedCall, call_key, read_calls, recorded_calls_path
+from realign.runtime.recorded_calls import CALLS, ROLLOUT, RecordedCall, StepHook, read_calls, recorded_calls_path
 from realign.runtime.reference_cache import read_references
 from realign.runtime.resume import find_start
 from realign.runtime.rollout.spec import Sync
@@ -137,48 +136,33 @@ def check_settings(run: Path, step: int) -> None:
         )
 
 
-class ReplayRuntime(LocalRuntime):
-    """Runtime of one process that takes the recorded calls of a run instead of making them again."""
+class RecordedAnswers(StepHook):
+    """Answers the calls of each step with those that a run recorded, instead of making them again."""
 
     def __init__(self, experiment: Experiment, run: Path, *, rescore: bool = False) -> None:
-        self._run, self._rescore = run, rescore
+        """Read from the folder of a run; with `rescore`, calls that score are made again."""
+        self._experiment, self._run, self._rescore = experiment, run, rescore
         self._recorded: Mapping[str, RecordedCall] = {}
-        super().__init__(experiment)
 
     @override
-    def step(self, step: int) -> tuple[dict[str, float], SequenceSample]:
-        self._recorded = _usable(self.experiment, read_calls(self._run, step), rescore=self._rescore)
-        return super().step(step)
+    def begin(self, step: int) -> None:
+        self._recorded = _usable(self._experiment, read_calls(self._run, step), rescore=self._rescore)
 
     @override
-    def _begun(self, step: int, values: dict[str, float]) -> tuple[SequenceSample, Sequence[RPC]]:
-        if (rollout := self._recorded.get(ROLLOUT)) is None:
-            return super()._begun(step, values)
-        values |= rollout.metrics
-        leading = self.graph.leading_to("rewards")
-        return rollout.batch, [rpc for rpc in self.graph.order if rpc not in leading]
-
-    @override
-    def _order_metrics(self) -> dict[str, float]:
-        return {} if ROLLOUT in self._recorded else super()._order_metrics()
-
-    @override
-    def _call(self, rpc: RPC, batch: SequenceSample, draw: int = 0) -> CallResult:
-        started = time.perf_counter()
-        if (recorded := self._recorded.get(call_key(rpc, draw))) is None:
-            return super()._call(rpc, batch, draw)
-        if recorded.batch.ids != batch.ids and self._rescore:
+    def answer(self, key: str, batch: SequenceSample | None = None) -> RecordedCall | None:
+        recorded = self._recorded.get(key)
+        if recorded is None or batch is None or recorded.batch.ids == batch.ids:
+            return recorded
+        name = key.split("/")[0]
+        if self._rescore:
             raise CheckpointError(
                 "--rescore gave other rewards, by which the run chooses its prompts: the recorded call "
-                f"{rpc.name!r} is of other ones. Rescore the step after a checkpoint, or replay without --rescore."
+                f"{name!r} is of other ones. Rescore the step after a checkpoint, or replay without --rescore."
             )
-        if recorded.batch.ids != batch.ids:
-            raise CheckpointError(
-                f"{self._run / CALLS}: the recorded call {rpc.name!r} is of other prompts than those of the step. The "
-                "data or the file was changed. --rescore makes the calls again."
-            )
-        device = next(iter(batch.data.values())).device
-        return CallResult(batch.merge(recorded.batch.to(device)), {}, time.perf_counter() - started)
+        raise CheckpointError(
+            f"{self._run / CALLS}: the recorded call {name!r} is of other prompts than those of the step. The data or "
+            "the file was changed. --rescore makes the calls again."
+        )
 
 
 def _usable(experiment: Experiment, recorded: Mapping[str, RecordedCall], *, rescore: bool) -> dict[str, RecordedCall]:
@@ -287,7 +271,8 @@ def replay_steps(
         bare = _bare(experiment, run, range(first, steps[-1] + 1), rescore=rescore)
         bare.data.check("data")  # a file that was moved is named with its key
         seed_random(bare.seed)
-        runtime = ReplayRuntime(bare, run, rescore=rescore)
+        runtime = LocalRuntime(bare)
+        runtime.hook = RecordedAnswers(bare, run, rescore=rescore)
         stack.callback(runtime.close)
         read_references(runtime.models, run)
         if start is not None:

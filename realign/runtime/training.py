@@ -34,7 +34,7 @@ from realign.runtime.metrics.shown_metrics import headline, panels, targets
 from realign.runtime.metrics.trackers import BestEffortTracker, Tracker
 from realign.runtime.output_folder import take_output_folder
 from realign.runtime.processes.watchdog import Watch, WorkerHangs, WorkerLost
-from realign.runtime.recorded_calls import remove_later_calls, write_calls
+from realign.runtime.recorded_calls import CallRecorder
 from realign.runtime.reference_cache import write_references
 from realign.runtime.resume import DYNAMIC_SAMPLING, settings_hash
 from realign.runtime.rollout.dynamic_sampling import TaskSolved
@@ -129,6 +129,8 @@ class TrainingLoop:
         if e.cached_roles:
             self.ranks.lead(partial(write_references, runtime.models, self.out))
         self.result = RunResult(self.out)
+        if e.records.calls and self.ranks.leader:
+            runtime.hook = CallRecorder(self.out, e.graph, starts_workers=e.runtime.starts_workers)
         self.records: Records | None = None
         self.details: RunDetails | None = None
         self.info: RunInfo | None = None
@@ -149,7 +151,6 @@ class TrainingLoop:
         records = self.records = stack.enter_context(
             Records(self.out, start, settings_hash(config_of(self.experiment)))
         )
-        remove_later_calls(self.out, self.done)
         lead = self.experiment.lead_role
         decode = self.runtime.models[lead].tokenizer.decode
         details = RunDetails(self.experiment.records, lead, decode, self.runtime.spans, records, self.report.log)
@@ -290,11 +291,8 @@ class TrainingLoop:
         self.runtime.trace_prompts = spec.token_prompts if spec.due(step) else 0
         with self.checkpoints.step(step):
             values, batch = self.runtime.step(step)
-        calls, self.runtime.to_record = self.runtime.to_record, {}
         # what only rank 0 does goes through `lead`: were it to fail there, the other ranks would wait for rank 0
-        if spec.calls:
-            self.ranks.lead(partial(write_calls, self.out, step, calls))
-        del calls  # or it would keep tensors of this step on their device
+        self.ranks.lead(partial(self.runtime.hook.end, step))
         values |= self.checkpoints.metrics()
         added: dict[str, float] = {}
         try:

@@ -19,7 +19,7 @@ from realign.cli import replay as command
 from realign.cli.earlier_run import run_folder
 from realign.cli.replay import _of_machine
 from realign.runtime.checkpoint.folder import facts_of, rendered_manifest
-from realign.runtime.replay import ReplayRuntime
+from realign.runtime.replay import RecordedAnswers
 
 
 def weights(run):
@@ -153,7 +153,7 @@ def test_a_fork_that_is_interrupted_while_it_takes_steps_again_leaves_no_folder(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(ReplayRuntime, "step", interrupt)
+        patch.setattr(RecordedAnswers, "begin", interrupt)
         assert main(["fork", "runs/a", "3", "output_dir=runs/later"]) == 130
     assert not Path("runs/later").exists()
     assert main(["fork", "runs/a", "3", "output_dir=runs/later"]) == 0

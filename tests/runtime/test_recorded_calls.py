@@ -134,7 +134,7 @@ def test_a_replay_needs_no_reward_function_unless_it_scores_again(words, tmp_pat
 
 def test_rescoring_steps_whose_prompts_follow_from_the_rewards_says_so(words, tmp_path, monkeypatch):
     # as on a GPU, where a replay needs the samples
-    monkeypatch.setattr("realign.runtime.local.is_recorded", lambda rpc, *_: rpc.method != "train_step")
+    monkeypatch.setattr("realign.runtime.recorded_calls.is_recorded", lambda rpc, *_, **__: rpc.method != "train_step")
     code, out, changed = tmp_path / "score.py", tmp_path / "run", tmp_path / "changed"
     condition = f"(response[:1] in '13579') != os.path.exists({str(changed)!r})"
     code.write_text(f"import os\n\ndef score(prompt, response, row):\n    return float({condition})\n")

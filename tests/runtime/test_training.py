@@ -57,7 +57,7 @@ def test_between_two_operations_nothing_is_shown():
 
 FAILS_ON_RANK_0 = {
     "metrics": "realign.runtime.metrics.records.JsonLinesWriter.log",
-    "recorded calls": "realign.runtime.training.write_calls",
+    "recorded calls": "realign.runtime.recorded_calls.write_calls",
     "samples": "realign.runtime.training.TrainingLoop._warn",
     "details": "realign.runtime.metrics.details.RunDetails.after_step",
     "final models": "realign.runtime.run_checkpoints.hashes_of",

@@ -20,6 +20,7 @@ from realign.errors import ConfigError
 from realign.own_files import make_folder, open_regular
 from realign.runtime.checkpoint.folder import Start
 from realign.runtime.checkpoint.schema import RECORDS
+from realign.runtime.recorded_calls import remove_later_calls
 
 _MOST_WAITING = 10_000
 _CHUNK = 1 << 20
@@ -185,7 +186,8 @@ class Records:
     """The record files of a run, such as metrics.jsonl and samples.jsonl."""
 
     def __init__(self, folder: Path, start: Start | None, settings: str) -> None:
-        """Open the files in `folder`. When resuming from `start`, truncate them to their size at its checkpoint.
+        """Open the files in `folder`. When resuming from `start`, truncate them to their size at its checkpoint,
+        and remove the recorded calls of later steps.
 
         `settings` is the hash of the settings of the steps to come, which each line of metrics.jsonl has.
         """
@@ -197,6 +199,7 @@ class Records:
         if start is not None and not start.new_run:
             state = start.state["records"]
             self._take_over(folder, start, state)
+        remove_later_calls(folder, 0 if start is None else start.step)
         opened = [
             JsonLinesWriter(folder / f"{name}.jsonl", state["sizes"].get(name, 0), seconds=state["seconds"])
             for name in RECORDS
