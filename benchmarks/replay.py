@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory
 from realign.config import build_experiment, compose
 from realign.demo.arithmetic import prepare
 from realign.runtime import run
-from realign.runtime.replay import last_checkpoint, replay_steps
+from realign.time_machine.replay import last_checkpoint, replay_steps
 
 STEPS = 40
 OF_MACHINE = ("time/", "rollout/", "eval", "calibration")

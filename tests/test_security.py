@@ -284,13 +284,13 @@ def test_no_text_is_evaluated_and_only_known_files_start_programs():
             found.append(f"{file.relative_to(PACKAGE)}: {name}")
     assert found == [
         "cli/import_config.py: subprocess.run",  # the loss of the framework whose config is imported
-        "cli/replay.py: subprocess.run",  # the command of `realign bisect --run`, which the user typed
         "engines/sampling/compiled/library.py: subprocess.run",
         "engines/servers/guard.py: subprocess.Popen",
         "engines/servers/inference_server.py: subprocess.Popen",
         "engines/servers/weights.py: subprocess.Popen",
         "environments/adapters/verifiers_agent.py: subprocess.Popen",
         "rewards/sandbox.py: subprocess.Popen",
+        "time_machine/commands.py: subprocess.run",  # the command of `realign bisect --run`, which the user typed
     ]
 
 

@@ -29,7 +29,7 @@ class Command(NamedTuple):
     """A command of `realign`."""
 
     function: str
-    """Module in `realign.cli` and function, which receives the arguments and the words after the command. A name
+    """Module in `realign` and function, which receives the arguments and the words after the command. A name
     without a colon is that of a distribution, whose entry point in `realign.commands` is the function."""
     flags: tuple[str, ...] = ()
     """Options that apply to this command, and not to every one."""
@@ -55,23 +55,23 @@ def tolerance(text: str) -> float:
 
 COMMANDS: Mapping[str, Command] = MappingProxyType(
     {
-        TRAIN: Command("train:train", ("config_dir", "multirun", "trials", "cfg", "info")),
-        "check": Command("check:check", ("config_dir",)),
-        "graph": Command("commands:graph", ("config_dir", "format", "out")),
+        TRAIN: Command("cli.train:train", ("config_dir", "multirun", "trials", "cfg", "info")),
+        "check": Command("cli.check:check", ("config_dir",)),
+        "graph": Command("cli.commands:graph", ("config_dir", "format", "out")),
         "plan": Command("realign-planner", ("config_dir",), "realign_planner.options.PlanOptions"),
-        "profile": Command("profile:profile", ("config_dir",), "realign.runtime.profiling.ProfileOptions"),
-        "chat": Command("chat:chat"),
-        "eval": Command("evaluate:evaluate", ("config_dir", "out"), "realign.cli.evaluate.EvalOptions"),
-        "serve": Command("serve:serve"),
-        "export": Command("export:export", ("to", "merge", "push")),
-        "report": Command("report:report", ("out",), "realign.report.data.ReportOptions"),
-        "view": Command("report:view", (), "realign.report.server.ViewOptions"),
-        "compare": Command("report:compare"),
-        "replay": Command("replay:replay", ("out", "break_in", "rescore", "tolerance")),
-        "fork": Command("replay:fork_words"),
-        "bisect": Command("replay:bisect", ("run", "tolerance")),
-        "import": Command("import_config:import_config"),
-        "help": Command("commands:describe_keys", ("config_dir",)),
+        "profile": Command("cli.profile:profile", ("config_dir",), "realign.runtime.profiling.ProfileOptions"),
+        "chat": Command("cli.chat:chat"),
+        "eval": Command("cli.evaluate:evaluate", ("config_dir", "out"), "realign.cli.evaluate.EvalOptions"),
+        "serve": Command("cli.serve:serve"),
+        "export": Command("cli.export:export", ("to", "merge", "push")),
+        "report": Command("cli.report:report", ("out",), "realign.report.data.ReportOptions"),
+        "view": Command("cli.report:view", (), "realign.report.server.ViewOptions"),
+        "compare": Command("cli.report:compare"),
+        "replay": Command("time_machine.commands:replay", ("out", "break_in", "rescore", "tolerance")),
+        "fork": Command("time_machine.commands:fork_words"),
+        "bisect": Command("time_machine.commands:bisect", ("run", "tolerance")),
+        "import": Command("cli.import_config:import_config"),
+        "help": Command("cli.commands:describe_keys", ("config_dir",)),
     }
 )
 ON_EXPERIMENT = (TRAIN, "check", "graph", "plan", "profile")

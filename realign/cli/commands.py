@@ -14,7 +14,7 @@ from functools import partial
 from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from realign.cli.arguments import (
     COMMANDS,
@@ -200,9 +200,7 @@ def _of_all_ranks(args: list[str], debug: bool) -> int:
     if args[:1] == ["fork"] and not {"--help", "-h"} & {
         *args
     }:  # it becomes a command line of `train`, so that all below sees a usual run
-        from realign.cli.replay import fork_words
-
-        args = fork_words(args[1:])
+        args = _function_of("fork")(args[1:])
     words = command_words(args)
     if is_one_of_many():
         return on_ranks(lambda start: _dispatch(args, start), debug, words)
@@ -251,7 +249,7 @@ def _dispatch(argv: list[str], start: Start) -> int:
         return int(function(args, words, start) if command == TRAIN else function(args, words))
 
 
-def _function_of(command: str) -> Callable[..., int]:
+def _function_of(command: str) -> Callable[..., Any]:
     """Return the function of a command.
 
     Raises:
@@ -259,9 +257,9 @@ def _function_of(command: str) -> Callable[..., int]:
     """
     module, colon, name = COMMANDS[command].function.partition(":")
     if colon:
-        return cast(Callable[..., int], getattr(import_module(f"realign.cli.{module}"), name))
+        return cast(Callable[..., Any], getattr(import_module(f"realign.{module}"), name))
     for point in entry_points(group="realign.commands", name=command):
-        return cast(Callable[..., int], point.load())
+        return cast(Callable[..., Any], point.load())
     raise ConfigError(f"realign {command} is a package of its own: pip install {module}")
 
 

@@ -32,8 +32,8 @@ WITHOUT = (
     "realign.config",
     "realign.demo",
     "realign.runtime.ray",
-    "realign.runtime.replay",
     "realign.testing",
+    "realign.time_machine",
 )
 """Modules that contain no shipped components."""
 

@@ -16,7 +16,7 @@ from realign.demo.arithmetic import prepare
 from realign.errors import CheckpointError, ConfigError
 from realign.runtime import run
 from realign.runtime.recorded_calls import ROLLOUT, RecordedCall, read_calls, recorded_calls_path, write_calls
-from realign.runtime.replay import replay, replay_steps
+from realign.time_machine.replay import replay, replay_steps
 from tests.torchrun_ranks import Ranks
 
 # os.urandom: neither a seed nor the state of a generator in the checkpoint can repeat it

@@ -16,7 +16,7 @@ from realign.engines.transformers_model import TransformersModel
 from realign.errors import CheckpointError, SettingsError
 from realign.runtime import run
 from realign.runtime.reference_cache import REFERENCES
-from realign.runtime.replay import replay_steps
+from realign.time_machine.replay import replay_steps
 from tests.tiny import save_tiny
 from tests.torchrun_ranks import Ranks
 

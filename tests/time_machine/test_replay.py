@@ -13,7 +13,7 @@ from realign.config import build_experiment, compose
 from realign.demo.arithmetic import prepare
 from realign.errors import CheckpointError, ConfigError
 from realign.runtime import run
-from realign.runtime.replay import differences, last_checkpoint, replay, write
+from realign.time_machine.replay import differences, last_checkpoint, replay, write
 
 REWARD = """def score(prompt, response, row):
     return len(response) / 5 + (response[:1] in "13579")
@@ -175,7 +175,7 @@ def test_a_debugger_stops_in_the_loss_of_the_step(trained, monkeypatch):
             stopped.append(call.__name__)
             return call(*args, **kwargs)
 
-    monkeypatch.setattr("realign.runtime.replay.pdb.Pdb", Debugger)
+    monkeypatch.setattr("realign.time_machine.replay.pdb.Pdb", Debugger)
     folder = trained()
     replayed = replay(experiment_of(folder), folder, 4, break_in="actor")
     assert set(stopped) == {"loss"}

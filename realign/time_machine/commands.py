@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from realign.cli.earlier_run import check_writable, chosen_out, experiment_of, run_and_step, run_folder
 from realign.cli.train import is_one_of_many
 from realign.config.command_line import quoted_text
 from realign.config.errors import ConfigError
@@ -20,12 +19,13 @@ from realign.errors import CheckpointError, ExitCode
 from realign.own_files import replace_text
 from realign.report.files import flat_config, json_lines, json_object, run_info
 from realign.text import visible
+from realign.time_machine.earlier_run import check_writable, chosen_out, experiment_of, run_and_step, run_folder
 
 if TYPE_CHECKING:
     from realign.runtime import Experiment
     from realign.runtime.checkpoint.folder import Checkpoint
     from realign.runtime.local import LocalRuntime
-    from realign.runtime.replay import ReplayedStep
+    from realign.time_machine.replay import ReplayedStep
 
 MACHINE = ("time/", "rollout/")
 """Beginnings of metrics that depend on the machine: durations, and how far an asynchronous rollout is ahead."""
@@ -33,7 +33,7 @@ MACHINE = ("time/", "rollout/")
 
 def replay(args: argparse.Namespace, words: Sequence[str]) -> int:
     """Run `realign replay RUN STEP`: recompute a step, and write all that it computed."""
-    from realign.runtime.replay import replay_folder, write
+    from realign.time_machine.replay import replay_folder, write
 
     chosen = chosen_out(args.out)
     run, step = run_and_step("replay", words)
@@ -98,7 +98,7 @@ def fork_words(words: Sequence[str]) -> list[str]:
     Steps up to STEP are those of the run. If the run has no checkpoint at STEP, the steps since the one before it are
     taken again here, with the settings and the recorded calls of the run.
     """
-    from realign.runtime.replay import origin
+    from realign.time_machine.replay import origin
 
     if is_one_of_many():
         raise ConfigError(
@@ -160,9 +160,9 @@ def _advance(run: Path, out: Path, step: int, checkpoint: Checkpoint | None, mov
     """
     from realign.runtime import run as train_run
     from realign.runtime.output_folder import remove_output_folder
-    from realign.runtime.replay import RecordedAnswers, StopAfter, check_settings, last_checkpoint
     from realign.runtime.run_experiment import open_runtime
     from realign.runtime.run_report import parent_record
+    from realign.time_machine.replay import RecordedAnswers, StopAfter, check_settings, last_checkpoint
 
     first = 1 if checkpoint is None else checkpoint.step + 1
     check_settings(run, first)
@@ -217,7 +217,7 @@ def bisect(args: argparse.Namespace, words: Sequence[str]) -> int:
         print(name)
         return 0
     print(f"first step that differs: {step} ({name}: {values[0]} and {values[1]})")
-    from realign.runtime.replay import differences
+    from realign.time_machine.replay import differences
 
     # `run_folder` changes to the folder where a run was started, to which its paths are relative
     both = [_replayed(run_folder(_taken_by(run, step)), step) for run in (first, second)]
@@ -281,8 +281,8 @@ def _of_machine(name: str) -> bool:
 
 
 def _bisect_by_command(args: argparse.Namespace, words: Sequence[str]) -> int:
-    from realign.runtime.replay import replay_folder, write
     from realign.runtime.run_report import parent_of
+    from realign.time_machine.replay import replay_folder, write
 
     if len(words) != 1:
         raise ConfigError(f"realign bisect --run expects one run, found {list(words) or 'none'}")
@@ -309,7 +309,7 @@ def _replayed(run: Path, step: int, break_in: str | None = None, *, rescore: boo
     from rich.console import Console
     from transformers.utils.logging import disable_progress_bar
 
-    from realign.runtime.replay import replay as recompute
+    from realign.time_machine.replay import replay as recompute
 
     disable_progress_bar()
     role = break_in.removeprefix("interfaces.") if break_in else None

@@ -15,11 +15,11 @@ import torch
 from safetensors.torch import load_file
 
 from realign.cli import main
-from realign.cli import replay as command
-from realign.cli.earlier_run import run_folder
-from realign.cli.replay import _of_machine
 from realign.runtime.checkpoint.folder import facts_of, rendered_manifest
-from realign.runtime.replay import RecordedAnswers
+from realign.time_machine import commands as command
+from realign.time_machine.commands import _of_machine
+from realign.time_machine.earlier_run import run_folder
+from realign.time_machine.replay import RecordedAnswers
 
 
 def weights(run):
@@ -362,7 +362,7 @@ def test_paths_of_a_command_are_relative_to_the_folder_where_it_starts(finished,
     (tmp_path / "two/runs/a/metrics.jsonl").write_text("\n".join(changed))
     places = []
     monkeypatch.setattr(command, "_replayed", lambda run, step: places.append((run, Path.cwd())))
-    monkeypatch.setattr("realign.runtime.replay.differences", lambda *_: [])
+    monkeypatch.setattr("realign.time_machine.replay.differences", lambda *_: [])
     monkeypatch.chdir(tmp_path)
     assert main(["bisect", "one/runs/a", "two/runs/a"]) == 0
     assert places == [(tmp_path / name / "runs/a", tmp_path / name) for name in ("one", "two")]

@@ -10,11 +10,10 @@ import copy
 import inspect
 import json
 import math
-import os
 import pdb
 from bdb import BdbQuit
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -34,7 +33,8 @@ from realign.api.sampler import samples_externally
 from realign.api.stats import TracedSequence
 from realign.engines.sampling.in_process import InProcessSampling
 from realign.errors import CheckpointError, ConfigError
-from realign.own_files import OwnFiles, open_regular, read_regular, refuse_link, replace_bytes, replace_text
+from realign.own_files import OwnFiles, read_regular, refuse_link, replace_bytes, replace_text
+from realign.report.files import json_lines
 from realign.run_settings import RecordSpec
 from realign.runtime.checkpoint.folder import CHECKPOINTS, Checkpoint, CorruptCheckpoint, Start, list_checkpoints
 from realign.runtime.checkpoint.random_generators import seed_random
@@ -121,12 +121,8 @@ def check_settings(run: Path, step: int) -> None:
     Raises:
         CheckpointError: `resume_allow` changed them later.
     """
-    taken = dict[int, str | None]()
-    with suppress(OSError), open_regular(run / "metrics.jsonl", os.O_RDONLY, "rb") as file:
-        for line in file:
-            with suppress(ValueError, LookupError, TypeError):  # a damaged line
-                record = json.loads(line)
-                taken[int(record["step"])] = record["settings"]
+    lines = json_lines(run / "metrics.jsonl")
+    taken = {number: line.get("settings") for line in lines if isinstance(number := line.get("step"), int)}
     last = taken[max(taken)] if taken else None
     since = max((number for number, settings in taken.items() if settings != last), default=-1)
     if step <= since:
