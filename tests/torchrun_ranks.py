@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import numpy as np
@@ -25,10 +25,12 @@ MARK = "REALIGN_TEST_MARK"
 
 
 def free_port() -> int:
-    """Return a free port of this machine."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+    """Return a free port of this machine, below those that systems give to connections and to port 0 of other tests."""
+    while True:
+        port = 10_000 + secrets.randbelow(20_000)
+        with suppress(OSError), socket.socket() as s:
+            s.bind(("127.0.0.1", port))
+            return port
 
 
 class Ranks:

@@ -78,6 +78,7 @@ def test_the_demo_ends_with_a_table_a_picture_and_a_line_of_json(small, tmp_path
     assert Path(last["curves"]).read_bytes()[:4] == b"\x89PNG"
     assert any("gap: learned - gold" in line for line in printed)
     assert {p.name for p in (tmp_path / "demo").iterdir()} == {
+        "files.jsonl",
         "task",
         "sft",
         "reward",

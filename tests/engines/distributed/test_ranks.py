@@ -146,7 +146,7 @@ def test_three_processes_agree(tmp_path) -> None:
 
     made = ["step_000001"]
     assert by_name["saved"] == [[*made, "new", "new"], *[[*made, "step_000001", "step_000002"]] * 2]
-    assert {path.name for path in tmp_path.iterdir()} == {"step_000001", "file"}
+    assert {path.name for path in tmp_path.iterdir()} == {"step_000001", "file", "files.jsonl"}
 
     assert [code for code, _, _ in by_name["mistake"]] == [2, 2, 2]
     assert [out for _, out, _ in by_name["mistake"]] == [""] * 3
