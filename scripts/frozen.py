@@ -1229,7 +1229,23 @@ def write_inputs(folder: Path) -> None:
     for name, lines in {**rows, "few_pairs": rows["pairs"][:6]}.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "file").write_text("no folder")
-    shutil.copy(REPOSITORY / "tests" / "config_mistakes.yaml", folder / "mistakes.yaml")
+    write_table(folder / "table", folder)
+
+
+def write_table(table: Path, folder: Path) -> None:
+    """Write the table of mistakes, with the data and models of its test."""
+    table.mkdir()
+    shutil.copy(REPOSITORY / "tests" / "config_mistakes.yaml", table)
+    for name in ("m", "r", "run"):
+        shutil.copytree(folder / name, table / name)
+    rows = {
+        "prompts": '{"prompt": "1+1=", "answer": "2"}\n' * 7 + '{"prompt": "1234+1=", "answer": "1235"}\n',
+        "demonstrations": '{"prompt": "1+1=", "response": "2"}\n' * 8,
+        "pairs": '{"prompt": "1+1=", "chosen": "2", "rejected": "3"}\n' * 8,
+    }
+    for name, text in rows.items():
+        (table / f"{name}.jsonl").write_text(text)
+    (table / "file").write_text("no folder")
 
 
 # --- calls ---
@@ -1249,12 +1265,12 @@ def resolved(words: Sequence[str], config_dir: str | None) -> dict[str, Any]:
     return dict(built(list(words), config_dir).resolved)
 
 
-def call(words: Sequence[str]) -> Entry:
-    """Run a command line in this process, and return its exit code, output and errors."""
+def call(words: Sequence[str], folder: str = ".") -> Entry:
+    """Run a command line in this process and a folder, and return its exit code, output and errors."""
     from realign.cli.commands import main
 
     out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), contextlib.chdir(folder):
         try:
             code: Any = main([*map(moved, words)])
         except BaseException as error:
@@ -1277,6 +1293,7 @@ def normal(text: str) -> str:
         text = text.replace(path, name)
     text = "\n".join(line for line in text.split("\n") if "real_accelerator" not in line and "shards:" not in line)
     text = re.sub(r"0x[0-9a-f]{6,}", "0x", text)
+    text = re.sub(r"\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+\]", "[TIME]", text)
     text = re.sub(r"sweep_[\d-]+_[\d-]+", "sweep_TIME", text)
     text = re.sub(r"\b(in|after) [\d.,]+ (ms|s|min)\b", r"\1 TIME", text)
     return re.sub(r"[\d.,]+ (GiB|GB|TB|TiB) (free|of|available)\b", r"N \1 \2", text)
@@ -1362,14 +1379,14 @@ def messages() -> Iterator[tuple[str, Recorder]]:
     """Yield the output of wrong command lines, and of help and completion."""
     import yaml
 
-    table = yaml.safe_load(Path("mistakes.yaml").read_text(encoding="utf-8"))
+    table = yaml.safe_load(Path("table/config_mistakes.yaml").read_text(encoding="utf-8"))
     for row in table["mistakes"]:
         words = [*table["starts"].get(row.get("over"), []), *row["words"]]
         name = " ".join([row.get("over", ""), *row["words"]])
         more = ["output_dir=out"] if "data" in row else []
-        yield f"table: check {name}", partial(call, ["check", *words, *more])
+        yield f"table: check {name}", partial(call, ["check", *words, *more], "table")
         if "data" not in row:
-            yield f"table: {name}", partial(call, words)
+            yield f"table: {name}", partial(call, words, "table")
     for start, lines in MISTAKES.items():
         for line in lines.split("\n"):
             yield f"check {start} {line}", partial(call, ["check", *STARTS[start], *split(line)])
