@@ -28,8 +28,9 @@ INSTALL = {"bwrap is not installed": "bubblewrap", "no C++ compiler is installed
 
 
 def pytest_configure() -> None:
-    # A shell starts background jobs (`nohup ... &`) with SIGINT ignored, and all children would inherit that.
+    # A shell starts background jobs with SIGINT ignored, `nohup` also SIGHUP, and all children would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

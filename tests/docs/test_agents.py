@@ -21,7 +21,14 @@ def first(language: str, part: str) -> str:
     return next(block.code for block in blocks(PAGE) if block.language == language and part in block.code)
 
 
-@pytest.mark.parametrize("words", RUNS, ids=["an agent of the page", "the agent of realign with a tool"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param(RUNS[0], id="an agent of the page"),
+        # tools need the package trl, which only the environment of the slow tests has
+        pytest.param(RUNS[1], id="the agent of realign with a tool", marks=pytest.mark.slow),
+    ],
+)
 def test_the_commands_of_the_page_run_with_its_rows_and_its_code(words, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     tokenizer = chat_tokenizer(QWEN)

@@ -63,4 +63,4 @@ def test_keys_with_one_value_per_token_stay_also_if_another_call_of_the_graph_wr
     equal = Lengths(lengths.counts.copy(), lengths.flat.copy())
     data = data.with_data({"logprobs": torch.zeros(len(data["input_ids"]))}, lengths=equal)
     mixed = mix_pretraining(data, 1.0, lambda part: part["loss_mask"].sum(), lambda x: x)
-    assert mixed.keys == {"input_ids", "loss_mask", "logprobs", "ptx_weight"}
+    assert mixed.keys == {"input_ids", "response_index", "loss_mask", "logprobs", "ptx_weight"}
