@@ -15,6 +15,7 @@ from realign.runtime import Experiment
 from realign.runtime.checks.auto_memory import Decision, decide
 from realign.runtime.graph_checks import unread_inputs
 from realign.runtime.processes.placement import plan_groups
+from realign.text import visible
 
 LOSS = "loss"
 """Row of `describe` that is skipped for a role that the graph does not train, such as PPO's reward model."""
@@ -82,7 +83,7 @@ def derived_rows(experiment: Experiment) -> list[tuple[str, str]]:
         rows["settings without effect"] = "; ".join(e.idle)
     if e.dropped:
         rows["config keys replaced by a higher layer"] = _by_layer(e.dropped)
-    return list(rows.items())
+    return [(visible(name), visible(value)) for name, value in rows.items()]
 
 
 def _by_layer(dropped: Sequence[str]) -> str:

@@ -66,6 +66,12 @@ def experiment(**changes) -> Experiment:
     return Experiment(**{**values, **changes})
 
 
+def test_control_characters_of_a_config_reach_no_terminal():
+    made = experiment()
+    made.idle = ["data.suffix=\x1b[2J"]
+    assert dict(derived_rows(made))["settings without effect"] == r"data.suffix=\x1b[2J"
+
+
 def test_rows_of_a_graph_with_two_trained_roles():
     e = experiment(
         interfaces={**experiment().interfaces, "spare": Judge(temperature=9.0)},
