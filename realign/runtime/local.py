@@ -48,11 +48,11 @@ from realign.runtime.out_of_memory import SMALLER, memory_limited
 from realign.runtime.processes.watchdog import Watch
 from realign.runtime.recorded_calls import ROLLOUT, StepHook, call_key, only
 from realign.runtime.reference_cache import load_with_cache, read_references, score_rows
+from realign.runtime.role_sync import RoleSync
 from realign.runtime.rollout.asynchronous import RolloutAhead, load_background_sampler
 from realign.runtime.rollout.prompts import PromptStream
 from realign.runtime.rollout.spec import Async
 from realign.runtime.steps_together import run_in_turns, steps_together
-from realign.runtime.weight_sync import WeightSync
 
 
 @dataclass
@@ -160,7 +160,7 @@ class LocalRuntime:
             open_interfaces(experiment)
             with memory_limited("loading the models", SMALLER):
                 self.models = self._load_models()
-                self.sync = WeightSync(experiment.graph.sync, self.models)
+                self.sync = RoleSync(experiment.graph.sync, self.models)
             self.datasets = load_datasets(experiment, self.models)
             self.prompts = PromptStream(
                 self.dataset,

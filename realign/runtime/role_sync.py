@@ -16,7 +16,7 @@ VERIFIED = 2
 """Number of first copies to verify, per role and process."""
 
 
-class WeightSync:
+class RoleSync:
     """The weight syncs of a run.
 
     The first copies (weight 1) are verified: the sha256 over all weights of both roles must match. Weighted averages
