@@ -119,7 +119,7 @@ def replay(study: Study, batches: Sequence[SequenceSample], arm: str, scale: flo
         scored = data.select(["input_ids", "loss_mask"])
         before_T = interface.inference(model, scored, SPEC)["logprobs"]
         interface.train_step(model, data.with_tokens(prox_logprobs=before_T), SPEC)
-        model.advance()
+        model.publish_weights()
         after_T = interface.inference(model, scored, SPEC)["logprobs"]
         records.append(movement(before_T, after_T, data["loss_mask"]) | optimizer_terms(study, model, arm))
     return records

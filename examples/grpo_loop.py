@@ -86,7 +86,7 @@ def train_step(model: Model, prompts: SequenceSample, generation: GenerationConf
         stats = model.engine.train_batch(
             minibatch, MICRO_BATCH, partial(loss, temperature=generation.temperature), loss_weight
         )
-    model.advance()
+    model.publish_weights()
     return {"reward": float(rewards_S.mean()), **stat_values(stats)}
 
 

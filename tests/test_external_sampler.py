@@ -117,7 +117,7 @@ def test_a_role_that_shares_the_model_shares_the_sampler(tmp_path, opened):
     models = load_models(shared)
     found = SharedModel("actor").load("view", seed=0, loaded=models)
     assert found.sampler is models["actor"].sampler is opened[0]
-    models["actor"].move_to(4)
+    models["actor"].publish_weights(4)
     assert (found.version, opened[0].version) == (4, 4)
     opened[0].close()
 

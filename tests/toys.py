@@ -169,7 +169,7 @@ def rewards_of_training(interface, *, shuffle: bool, steps: int = 12) -> tuple[f
         if shuffle:
             rewards_S = rewards_S[torch.from_numpy(rng.permutation(len(rewards_S)))]
         interface.train_step(model, batch.with_sequences(rewards=rewards_S).select(READ), MicroBatchSpec())
-        model.advance()
+        model.publish_weights()
     return sum(means[:3]) / 3, sum(means[-3:]) / 3
 
 

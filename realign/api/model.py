@@ -22,7 +22,7 @@ class Model:
         name: name of the role.
         tokenizer: converts between text and token ids.
         seed: root seed of the run. `call_seed` derives other seeds from it.
-        version: number of completed training steps (calls of `train_step`), advanced by the runtime. For a role
+        version: number of completed training steps (calls of `train_step`), see `publish_weights`. For a role
             synced from another role (`Sync`): the version of the latest weights that its own weights include.
         saved: interface state that an earlier run saved with these weights (`ModelInterface.adopt`).
         saved_views: saved interface state of the roles that share this model, by role.
@@ -30,6 +30,8 @@ class Model:
         lead: runs a call on rank 0 only, such as one with external side effects, and broadcasts its result to all
             ranks. With one process, it just runs the call.
         external_sampler: sampler that replaces the engine's, such as a client of a server; None: the engine samples.
+        background_sampler: sampler with a copy of the weights, which samples while the engine trains; None without
+            rollout=async, and if the external sampler does that.
         pass_heads: by name of an RPC that writes hidden states of changing weights: gives the head of the same weights
             to the engines that read the hidden states.
     """
@@ -58,6 +60,7 @@ class Model:
         self.views: list[Model] = []
         self.lead = lead
         self.external_sampler = external_sampler
+        self.background_sampler: Sampler | None = None
         self.pass_heads: dict[str, list[Callable[[], None]]] = {}
         self._in_process: InProcessSampler | None = None
 
@@ -115,21 +118,22 @@ class Model:
             self._in_process.update(self.engine, self.version)
         return self._in_process
 
-    def advance(self) -> None:
-        """Advance the version by one training step, and update schedules and the external sampler."""
-        self.move_to(self.version + 1)
+    def publish_weights(self, version: int | None = None) -> None:
+        """Give the engine's weights to all samplers that have a copy of them. Call it after every change.
 
-    def move_to(self, version: int) -> None:
-        """Set the version of this model and its views. Call it after every change of the weights.
+        The only way of new weights to samplers: `external_sampler` and `background_sampler` sample with them when this
+        returns. It also numbers the weights, and lets the engine's schedules follow.
 
-        Updates the engine's schedules, and sends the weights to the external sampler.
+        Args:
+            version: the version of the weights, also of the views; None is the next one, after a training step.
         """
-        self.version = version
+        self.version = self.version + 1 if version is None else version
         for view in self.views:
-            view.version = version
-        self.engine.start_step(version)
-        if self.external_sampler is not None:
-            self.external_sampler.update(self.engine, version)
+            view.version = self.version
+        self.engine.start_step(self.version)
+        for sampler in (self.external_sampler, self.background_sampler):
+            if sampler is not None:
+                sampler.update(self.engine, self.version)
 
     def call_seed(self, purpose: str) -> int:
         """Derive a seed from the run's seed, the role, `purpose` and the version."""

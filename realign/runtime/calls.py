@@ -56,7 +56,7 @@ def call(
         for pass_head in model.pass_heads.get(rpc.name, ()):
             pass_head()
     if rpc.method == "train_step":
-        model.advance()
+        model.publish_weights()
         if traces is not None:
             traces.extend(traced(result, mb_spec.trace_ids))
         return batch, stat_values(result)

@@ -173,6 +173,10 @@ class LocalRuntime:
             """A line with the rewards of known answers for each interface with `known_answer`."""
             if isinstance(rollout := experiment.rollout, Async):
                 samplers = {role: self._background_sampler(rollout, role) for role in experiment.sampled_roles}
+                for model in (self.models[role] for role in samplers):
+                    if model.external_sampler is None:
+                        model.background_sampler = samplers[model.name]
+                        model.publish_weights(model.version)  # a spec may load other weights each time
                 self.ahead = RolloutAhead(
                     rollout,
                     experiment.graph,

@@ -58,7 +58,7 @@ class RoleSync:
             weights = source.engine.weights()
             target.engine.load_weights(weights, sync.weight)
             # tokens that the target samples then carry the version of the policy whose weights it has
-            target.move_to(source.version)
+            target.publish_weights(source.version)
             if sync.weight == 1 and self._verified[role] < VERIFIED:
                 self._verified[role] += 1
                 given = _digest(weights)

@@ -155,9 +155,8 @@ def _restore_models(runtime: LocalRuntime, saved: Mapping[str, Any], skipped: se
         if CheckpointPart.counters not in skipped:
             model.version = state["version"]
         if model.has_engine:
-            # schedules, views and an external sampler follow the version; it is also due if `counters` is skipped,
-            # since the weights are new
-            model.move_to(model.version)
+            # also if `counters` is skipped, since the weights are new
+            model.publish_weights(model.version)
 
 
 def _restore_place(runtime: LocalRuntime, data: Mapping[str, Any], rollout: Mapping[str, Any] | None) -> None:

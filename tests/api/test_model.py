@@ -128,7 +128,7 @@ def test_a_model_counts_its_steps_and_derives_seeds_from_them() -> None:
     model = Model("actor", engine, seed=5)  # type: ignore[arg-type]
     seeds = [model.call_seed("generate")]
     for _ in range(2):
-        model.advance()
+        model.publish_weights()
         seeds.append(model.call_seed("generate"))
     assert engine.versions == [1, 2]
     assert seeds == [derive_seed(5, "actor", "generate", version) for version in range(3)]

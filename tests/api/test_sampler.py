@@ -119,16 +119,17 @@ def test_a_model_samples_with_its_engine_at_its_version_or_with_its_external_sam
     model = Model("actor", BigramEngine(), version=7)
     out = model.sampler.generate(prompts(), CONFIG, seed=0)
     assert set(out["versions"].tolist()) == {-1, 7}
-    model.advance()
+    model.publish_weights()
     assert model.sampler.version == 8
     sampler = table()
-    model.external_sampler = sampler
+    model.external_sampler, model.background_sampler = sampler, (background := table())
     assert model.sampler is sampler
     model.engine.logits_VV.zero_()
-    model.move_to(11)
-    assert (sampler.version, sampler.updates) == (11, [11])
-    assert not sampler.logits_VV.any()
-    sampler.close()
+    model.publish_weights(11)
+    for copy in (sampler, background):
+        assert (copy.version, copy.updates) == (11, [11])
+        assert not copy.logits_VV.any()
+        copy.close()
     with pytest.raises(ValueError, match="role 'rule' has no model"):
         _ = Model("rule", None).sampler
 

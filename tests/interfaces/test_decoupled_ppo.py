@@ -480,7 +480,7 @@ def learn(interface: DecoupledPPOActorInterface, *, staleness: int, shuffle: boo
         scored = interface.inference(model, data, MicroBatchSpec())
         data = data.with_tokens(prox_logprobs=scored["logprobs"]).with_sequences(rewards=rewards)
         interface.train_step(model, data, MicroBatchSpec())
-        model.advance()
+        model.publish_weights()
         older.append(deepcopy(engine))
     return history
 

@@ -150,7 +150,7 @@ def held_out_accuracy(train: SequenceSample) -> float:
     model, interface = Model("actor", BigramEngine(lr=5.0)), DPOInterface(beta=0.3, n_minibatches=4)
     for _ in range(20):
         interface.train_step(model, train, MicroBatchSpec())
-        model.advance()
+        model.publish_weights()
     frozen = Model("actor", BigramEngine(lr=0.0))
     frozen.engine.logits_VV = model.engine.logits_VV
     return stat_values(replace(interface, n_minibatches=1).train_step(frozen, toy(1), MicroBatchSpec()))[

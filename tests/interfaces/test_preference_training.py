@@ -41,7 +41,7 @@ def test_a_method_raises_the_accuracy_and_the_margin(name):
     found = []
     for _ in range(16):
         found.append(stat_values(interface.train_step(model, data, MicroBatchSpec())))
-        model.advance()
+        model.publish_weights()
     assert found[0]["rewards/accuracy"] <= 0.7
     assert found[-1]["rewards/accuracy"] == 1
     assert found[-1]["rewards/margin"] > found[0]["rewards/margin"] + 0.1

@@ -388,7 +388,7 @@ def held_out_accuracy(train: SequenceSample) -> float:
     model, interface = Model("reward", BigramEngine()), RewardModelInterface(n_minibatches=4)
     for _ in range(20):
         interface.train_step(model, train, ONE)
-        model.advance()
+        model.publish_weights()
     model.engine.lr = 0.0
     return stat_values(RewardModelInterface().train_step(model, toy(1), ONE))["accuracy"]
 
@@ -402,7 +402,7 @@ def test_centering_moves_the_scores_of_pairs_to_0_and_keeps_what_is_learned():
             stats = stat_values(
                 RewardModelInterface(n_minibatches=4, center_coef=coef).train_step(model, data, MicroBatchSpec())
             )
-            model.advance()
+            model.publish_weights()
         found[coef] = stats
         assert stats["accuracy"] > 0.95
     middle = {coef: abs(stats["score_chosen"] + stats["score_rejected"]) / 2 for coef, stats in found.items()}

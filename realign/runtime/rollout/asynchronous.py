@@ -227,7 +227,7 @@ class RolloutAhead:
             # a run that resumes from synchronous rollout, or with resume_skip=[counters], has restored no version or
             # another one
             self.staleness.version = step - 1
-            self._give_weights()
+            self._read_versions()
         with self._changed:
             self._begin()
             while (batch := self._choose(best)) is None and self._error is None:
@@ -251,9 +251,8 @@ class RolloutAhead:
         return SequenceSample.gather([prompt.sample for prompt in judged]), values
 
     def advance(self) -> None:
-        """Update the samplers after a training step on the batch of `take`, and start further prompts."""
-        # before `train` raises the version: prompts that start at the new version must be sampled with its weights
-        self._give_weights()
+        """Start further prompts after a training step on the batch of `take`, whose weights the samplers have."""
+        self._read_versions()
         # all ranks get an error of rank 0, or they would wait for it in their next collective
         self._ranks.lead(self._trained)
 
@@ -296,11 +295,8 @@ class RolloutAhead:
         for thread in list(self._threads):
             thread.join(max(0.0, deadline - time.monotonic()))
 
-    def _give_weights(self) -> None:
+    def _read_versions(self) -> None:
         versions = {role: model.version for role, model in self._models.items()}
-        for role, sampler in self._samplers.items():
-            if self._models[role].external_sampler is None:  # the model updates its external sampler
-                sampler.update(self._models[role].engine, versions[role])
         with self._changed:
             self._versions = versions
 

@@ -99,7 +99,7 @@ def ppo(folder: Path, **settings: Any) -> dict[str, Any]:
         data = data.merge(policy.credit(actor, data, BUDGET).select(["advantages", "returns"]))
         for model, interface in ((actor, policy), (critic, judge)):
             metrics.append(stat_values(interface.train_step(model, data, BUDGET)))
-            model.advance()
+            model.publish_weights()
     return {"metrics": metrics, "weights": [weights_now(actor), weights_now(critic)]}
 
 

@@ -99,7 +99,7 @@ def train(
     metrics = []
     for data in batches:
         metrics.append(stat_values(interface.train_step(model, data, spec)))
-        model.advance()
+        model.publish_weights()
     return {"metrics": metrics, "weights": weights_now(model)}
 
 
@@ -132,7 +132,7 @@ def early_stop(folder: Path) -> dict[str, Any]:
         logprobs_T = policy.inference(model, data, BUDGET)["logprobs"]
         data = data.with_tokens(logprobs=logprobs_T, prox_logprobs=logprobs_T)
         metrics.append(stat_values(policy.train_step(model, data, BUDGET)))
-        model.advance()
+        model.publish_weights()
     return {"metrics": metrics, "weights": weights_now(model)}
 
 
@@ -157,7 +157,7 @@ def ppo(folder: Path, **settings: Any) -> dict[str, Any]:
         found["advantages"].append(data["advantages"])
         for model, interface in ((actor, policy), (critic, judge)):
             found["metrics"].append(stat_values(interface.train_step(model, data, BUDGET)))
-            model.advance()
+            model.publish_weights()
     return found | {"weights": {**actor.engine.weights(), **_named("critic", critic.engine.weights())}}
 
 

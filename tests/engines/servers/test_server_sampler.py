@@ -873,7 +873,7 @@ def train_and_sample(folder: Path, url: str, settings: dict):
         data = random_sample([(6,), (4, 3)])
         model.engine.train_batch(data, MicroBatchSpec(100), loss, lambda part: part["loss_mask"].sum())
         model.sampler.sleep()
-        model.advance()
+        model.publish_weights()
         model.sampler.wake()
         found.append(model.sampler.generate(three_prompts(), config, seed=2))
         weights = {name: x.clone() for name, x in model.engine.weights().items()}
