@@ -6,7 +6,7 @@ Shapes: T packed tokens, S sequences, V vocabulary. Engines are independent of a
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
@@ -120,6 +120,41 @@ class Scores(Protocol):
 
     def forward(self, data: SequenceSample, mb_spec: MicroBatchSpec, post_hook: PostHook) -> SequenceSample:
         """See `PipelinableEngine.forward`."""
+        ...
+
+
+@runtime_checkable
+class StepsInHalves(Protocol):
+    """An engine whose training step has two halves: a gradient, and a step with it.
+
+    Workers of runtime=ray get only their part of a batch then, and the driver decides between the halves. Workers with
+    another engine get the whole batch, for `PipelinableEngine.train_batch`.
+    """
+
+    def accumulate(self, part: SequenceSample, mb_spec: MicroBatchSpec, loss_fn: LossFn, weight: Tensor) -> Stats:
+        """Run the first half: the gradient of the sum of `loss_fn`, divided by `weight`, which changes no weight.
+
+        Args:
+            part: the prompts of this process, see `PipelinableEngine.data_rank`.
+            mb_spec: token budget of a micro-batch.
+            loss_fn: see `PipelinableEngine.train_batch`.
+            weight: weight of the whole batch, above 0; 0-d.
+
+        Returns:
+            The metrics of `part` alone, to be merged with those of the other parts.
+        """
+        ...
+
+    def finite(self) -> bool:
+        """Return whether the loss and the gradient from `accumulate` are finite."""
+        ...
+
+    def apply(self, weight: Tensor, *, vetoed: bool = False) -> Stats:
+        """Run the second half: the optimizer step, or a skipped one if `vetoed`. Return metrics of the whole batch."""
+        ...
+
+    def skip(self, reason: str) -> Stats:
+        """Count a step that was skipped before its first half, such as `zero_weight_steps`."""
         ...
 
 
@@ -264,6 +299,36 @@ class PipelinableEngine(ABC):
             name = type(self).__name__
             raise ValueError(f"{name} cannot wait for other models before a step. Set skip_together=false.")
 
+    @property
+    def data_ranks(self) -> int:
+        """Number of parts into which the engine's processes cut a batch; 1 if each of them computes all of it."""
+        return 1
+
+    @property
+    def data_rank(self) -> int:
+        """Index of the part of a batch that this process computes, from 0."""
+        return 0
+
+    def forward_part(self, part: SequenceSample, mb_spec: MicroBatchSpec, post_hook: PostHook) -> SequenceSample:
+        """Run `forward` on the prompts of this process. All processes call it, also with an empty part."""
+        return self.forward(part, mb_spec, post_hook)
+
+    def reference_part(self, layers: int | None = None) -> Forward:
+        """Return a `reference` for the prompts of this process; see `forward_part`."""
+        return self.reference(layers)
+
+    def generate_part(self, part: SequenceSample, config: GenerationConfig, *, seed: int) -> SequenceSample:
+        """Run `generate` for the prompts of this process; see `forward_part`."""
+        return self.generate(part, config, seed=seed)
+
+    def resident(self) -> Iterable[Tensor]:
+        """Return the tensors that stay on the device between calls, which the caller may move away and back.
+
+        Raises:
+            ValueError: the engine does not list them.
+        """
+        raise ValueError(f"{type(self).__name__} does not list the tensors that stay on its device")
+
     def reduce(self, x: Tensor) -> Tensor:
         """Sum over data-parallel ranks. With one process, return `x`."""
         return x
@@ -366,6 +431,7 @@ __all__ = [
     "QValues",
     "Scores",
     "StepIf",
+    "StepsInHalves",
     "copied_head",
     "measured",
     "role_of_hidden",

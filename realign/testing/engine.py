@@ -29,7 +29,8 @@ from realign.api import (
     Stats,
     stat_values,
 )
-from realign.api.engine import LOSS_SUM, PostHook
+from realign.api.engine import LOSS_SUM, LossFn, PostHook, StepsInHalves
+from realign.api.sample import shard
 
 OUTPUTS = ("logprobs", "values", "scores", "q_values")
 """Outputs that `EngineCapabilities.outputs` may name."""
@@ -108,6 +109,13 @@ class EngineCase:
             poison: added to the loss of the batch's last prompt, times its scores; None adds nothing.
             **given: further arguments of `train_batch`.
         """
+        loss, loss_weight = self.loss(factor, poison), partial(_loss_weight, weight)
+        return stat_values(
+            self.engine.train_batch(self.data if data is None else data, spec, loss, loss_weight, **given)
+        )
+
+    def loss(self, factor: float = 1.0, poison: float | None = None) -> LossFn:
+        """Return the loss of a training step; see `train`."""
         language, last = self.language, self.data.ids[-1]
 
         def loss(output: ModelOutput, mb: SequenceSample) -> tuple[Tensor, LossStats]:
@@ -122,12 +130,7 @@ class EngineCase:
                 "check_max": Max(x.detach().max()),
             }
 
-        def loss_weight(batch: SequenceSample) -> Tensor:
-            return weight * torch.ones_like(batch["check_scale"]).sum()
-
-        return stat_values(
-            self.engine.train_batch(self.data if data is None else data, spec, loss, loss_weight, **given)
-        )
+        return loss
 
     def weights(self) -> dict[str, Tensor]:
         """Return a copy of the weights."""
@@ -155,6 +158,10 @@ class EngineCase:
                     abs(x - y) <= self.tolerance * max(1.0, abs(y)),
                     f"{what}: metric {name} changes from {y!r} to {x!r}",
                 )
+
+
+def _loss_weight(factor: float, batch: SequenceSample) -> Tensor:
+    return factor * torch.ones_like(batch["check_scale"]).sum()
 
 
 def _require(holds: bool, message: str) -> None:
@@ -580,7 +587,61 @@ def _check_frozen(case: EngineCase) -> None:
         case.same_weights(case.weights(), before, "train_batch of an engine that is not trainable", bitwise=True)
 
 
-TRAINING = frozenset({"train", "weight", "skip", "state"})
+def _check_parts(case: EngineCase) -> None:
+    """Check that each process computes its part of a batch as the whole batch is computed."""
+    engine, ranks, rank = case.engine, case.engine.data_ranks, case.engine.data_rank
+    _require(0 <= rank < ranks, f"data_rank is {rank}, but data_ranks is {ranks}")
+
+    def check(own: SequenceSample, whole: SequenceSample, key: str, what: str) -> None:
+        if own.keys:  # a process without prompts, or without results, returns none
+            of_part = whole.take([whole.ids.index(i) for i in own.ids])
+            case.close(own[key].float(), of_part[key].float(), f"{what} and the same prompts of the whole batch")
+
+    part = shard(case.data, ranks, "input_ids")[rank]
+    whole = engine.forward(case.data, SPEC, case.hook)
+    check(engine.forward_part(part, SPEC, case.hook), whole, "check", "forward_part")
+    if case.language:
+        own = engine.generate_part(shard(case.prompts, ranks, "prompt_ids")[rank], case.config, seed=3)
+        check(own, _generated(case, case.prompts, case.config), "input_ids", "generate_part")
+    references: list[Any] = []
+    if not _refuses(lambda: references.append(engine.reference_part()), "reference_part"):
+        check(references[0](part, SPEC, case.hook), whole, "check", "reference_part")
+
+
+def _check_halves(case: EngineCase) -> None:
+    """Check that `accumulate` and `apply` together are `train_batch`, and that a veto in between skips the step."""
+    if not isinstance(case.engine, StepsInHalves):
+        return
+    case.train()
+    after, case.engine = case.weights(), case.make()
+    before, weight = case.weights(), _loss_weight(1.0, case.data)
+    part = shard(case.data, case.engine.data_ranks, "input_ids")[case.engine.data_rank]
+    halves = case.engine
+    assert isinstance(halves, StepsInHalves)
+    for vetoed in (True, False):
+        halves.accumulate(part, SPEC, case.loss(), weight)
+        case.same_weights(case.weights(), before, "accumulate", bitwise=True)
+        _require(halves.finite(), "finite is False after a finite loss and gradient")
+        halves.apply(weight, vetoed=vetoed)
+        what = "apply with vetoed" if vetoed else "accumulate and apply"
+        case.same_weights(case.weights(), before if vetoed else after, what, bitwise=True)
+
+
+def _check_resident(case: EngineCase) -> None:
+    """Check that `resident` lists tensors which may move to other memory and back, or raises an error."""
+    listed: list[Tensor] = []
+    if _refuses(lambda: listed.extend(case.engine.resident()), "resident"):
+        return
+    before = case.scored()
+    _require(bool(listed), "resident lists no tensor")
+    again = {id(x) for x in case.engine.resident()}
+    _require(again == {id(x) for x in listed}, "resident lists other tensors in the next call")
+    for x in {id(x): x for x in listed if not isinstance(x, DTensor)}.values():  # only whole tensors are moved
+        x.data = x.detach().clone()
+    case.close(case.scored(), before, "forward after the resident tensors have moved", bitwise=True)
+
+
+TRAINING = frozenset({"train", "weight", "skip", "state", "halves"})
 """Checks of engines that train."""
 
 ENGINE_CHECKS: Mapping[str, Callable[[EngineCase], None]] = MappingProxyType(
@@ -603,6 +664,9 @@ ENGINE_CHECKS: Mapping[str, Callable[[EngineCase], None]] = MappingProxyType(
         "heads": _check_heads,
         "reference": _check_reference,
         "measure": _check_measure,
+        "parts": _check_parts,
+        "halves": _check_halves,
+        "resident": _check_resident,
     }
 )
 """The checks of the engine contract, by name."""

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from realign.api import EngineCapabilities, PipelinableEngine, SequenceSample
+from realign.api.engine import StepsInHalves
 from realign.engines import Lora, OptimizerSpec, Schedule, SharedModel, TransformersModel
 from realign.runtime.ray.host import Host
 from realign.runtime.ray.proxies import RayEngine
@@ -18,6 +19,7 @@ from realign.testing import ENGINE_CHECKS, BigramEngine, check_engine, random_ba
 from realign.testing.bigram import BigramOutput
 from tests.engines.distributed.run_ranks import run_ranks
 from tests.tiny import random_sample, save_tiny
+from tests.toys import BigramModel
 
 DATA = random_batch().select(["input_ids"])
 TEXTS = random_sample([[6, 5], [7], [4, 3, 9]])
@@ -108,6 +110,17 @@ def test_the_proxy_of_ray_passes(folders):
         return RayEngine("actor", HereGroup(host), [host.load({"actor": spec}, 0, frozenset())["actor"]])
 
     check_engine(made, TEXTS, load=lambda path: TransformersModel(str(path)).load("actor", seed=0).engine)
+
+
+def test_the_proxy_of_ray_passes_with_an_engine_that_has_no_halves():
+    def made():
+        host = Host(0, 1)
+        return RayEngine("actor", HereGroup(host), [host.load({"actor": BigramModel()}, 0, frozenset())["actor"]])
+
+    assert not isinstance(BigramEngine(), StepsInHalves)
+    check_engine(made, DATA)
+    with pytest.raises(ValueError, match=r"cannot wait for other models before a step\. Set skip_together=false"):
+        made().agree_on_steps(lambda finite: finite)
 
 
 class HidesValues(BigramEngine):
@@ -275,6 +288,35 @@ class MeasuresByTraining(BigramEngine):
         return measured
 
 
+class OverlapsParts(BigramEngine):
+    data_ranks = 2
+
+    def forward_part(self, part, mb_spec, post_hook):
+        return self.forward(part.with_tokens(input_ids=part["input_ids"].flip(0)), mb_spec, post_hook)
+
+
+class StepsTwice(BigramEngine):
+    """A step in halves whose second half ignores the veto."""
+
+    def accumulate(self, part, mb_spec, loss_fn, weight):
+        self._half = part, mb_spec, loss_fn, lambda batch: weight
+        return {}
+
+    def finite(self):
+        return True
+
+    def apply(self, weight, *, vetoed=False):
+        return self.train_batch(*self._half)
+
+    def skip(self, reason):
+        return {}
+
+
+class ListsCopies(BigramEngine):
+    def resident(self):
+        return [x.clone() for x in self.parameters]
+
+
 BROKEN = [
     ("capabilities", HidesValues, "ModelOutput.values, which outputs does not name, must raise"),
     ("forward", LeaksBetweenSequences, "prompts packed together and alone"),
@@ -304,6 +346,9 @@ BROKEN = [
     ("heads", ForgetsHeads, "use_heads|'check'"),
     ("reference", LiveReference, "the reference after a training step"),
     ("measure", MeasuresByTraining, "measure: weight|measure with"),
+    ("parts", OverlapsParts, "forward_part and the same prompts of the whole batch"),
+    ("halves", StepsTwice, "apply with vetoed"),
+    ("resident", ListsCopies, "resident lists other tensors in the next call"),
 ]
 
 

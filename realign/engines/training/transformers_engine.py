@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from realign.api.engine import Agree, EngineCapabilities, Forward, LossFn, LossWeightFn, PostHook, StepIf
-from realign.api.generation import GenerationConfig
+from realign.api.engine import Agree, EngineCapabilities, LossFn, LossWeightFn, StepIf
 from realign.api.microbatch import MicroBatchSpec
 from realign.api.sample import TOKENS, SequenceSample
 from realign.api.seeds import derive_seed
@@ -121,28 +120,6 @@ class TransformersEngine(InferenceEngine):
     @override
     def capabilities(self) -> EngineCapabilities:
         return replace(super().capabilities(), trainable=self._stepper is not None)
-
-    @property
-    def data_ranks(self) -> int:
-        """Number of parts into which the engine's processes cut a batch."""
-        return 1
-
-    @property
-    def data_rank(self) -> int:
-        """Index of the part of a batch that this process computes, from 0."""
-        return 0
-
-    def forward_part(self, part: SequenceSample, mb_spec: MicroBatchSpec, post_hook: PostHook) -> SequenceSample:
-        """Run `forward` on the prompts of this process. With one process, these are the whole batch."""
-        return self.forward(part, mb_spec, post_hook)
-
-    def reference_part(self, layers: int | None = None) -> Forward:
-        """Return a `reference` for the prompts of this process. With one process, these are the whole batch."""
-        return self.reference(layers)
-
-    def generate_part(self, part: SequenceSample, config: GenerationConfig, *, seed: int) -> SequenceSample:
-        """Run `generate` for the prompts of this process. With one process, these are the whole batch."""
-        return self.generate(part, config, seed=seed)
 
     def train_batch(
         self,

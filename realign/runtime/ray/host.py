@@ -12,12 +12,20 @@ import torch
 from torch import Tensor
 
 from realign.api import GenerationConfig, MicroBatchSpec, Model, SequenceSample, Stats
-from realign.api.engine import EngineCapabilities, Forward, LossFn, PipelinableEngine, PostHook, measured
+from realign.api.engine import (
+    EngineCapabilities,
+    LossFn,
+    LossWeightFn,
+    PipelinableEngine,
+    PostHook,
+    StepIf,
+    StepsInHalves,
+    measured,
+)
 from realign.api.model import ModelSpec
 from realign.api.sampler import Request, Sampler
 from realign.api.sampling_mask import SamplingMask
 from realign.engines.distributed.sharding import whole
-from realign.engines.training.transformers_engine import TransformersEngine
 from realign.errors import ConfigError
 from realign.functional import LMHead
 from realign.runtime.models import load_own
@@ -37,6 +45,8 @@ class Loaded:
     """Number of shards of a batch."""
     data_rank: int
     """Index of the shard that this rank receives. Model-parallel ranks of one replica receive the same shard."""
+    steps_in_halves: bool
+    """Whether its engine is a `StepsInHalves`."""
     tokenizer: Any
     saved: Mapping[str, Any]
     saved_views: Mapping[str, Mapping[str, Any]]
@@ -64,7 +74,7 @@ class Offload:
     """
 
     def __init__(self, resident: Callable[[], Iterable[Tensor]]) -> None:
-        """Set the function that lists the tensors to move, such as `TransformersEngine.resident`."""
+        """Set the function that lists the tensors to move, such as `PipelinableEngine.resident`."""
         self._resident = resident
         self._away: list[tuple[Tensor, torch.device]] = []
 
@@ -108,12 +118,17 @@ class Host:
             self._models[role] = model
             engine = self._engine(role)
             if role in offload:
-                self._away[role] = Offload(self._transformers(role).resident)
-                self._away[role].leave()
+                self._away[role] = Offload(engine.resident)
+                try:
+                    self._away[role].leave()
+                except ValueError as error:
+                    raise ConfigError(f"runtime.placement.{role}.offload=true: {error}. Remove it.") from error
             loaded[role] = Loaded(
                 # no copy of the head follows training, and workers read no images
                 replace(engine.capabilities(), live_head=False, images=False, size=""),
-                *((engine.data_ranks, engine.data_rank) if isinstance(engine, TransformersEngine) else (1, 0)),
+                engine.data_ranks,
+                engine.data_rank,
+                isinstance(engine, StepsInHalves),
                 model.tokenizer,
                 model.saved,
                 model.saved_views,
@@ -164,22 +179,14 @@ class Host:
     def _engine(self, role: str) -> PipelinableEngine:
         return self._models[role].engine
 
-    def _transformers(self, role: str) -> TransformersEngine:
-        """Return an engine whose train step has two halves, `accumulate` and `apply`; ranks meet between them."""
+    def _halves(self, role: str) -> StepsInHalves:
         engine = self._engine(role)
-        if not isinstance(engine, TransformersEngine):
-            raise ConfigError(
-                f"models.{role}: {type(engine).__name__} cannot train or be offloaded in workers. Set runtime=local."
-            )
+        assert isinstance(engine, StepsInHalves)  # the driver knows from `Loaded`
         return engine
-
-    def _forward_part(self, role: str) -> Forward:
-        engine = self._engine(role)
-        return engine.forward_part if isinstance(engine, TransformersEngine) else engine.forward
 
     def forward(self, role: str, part: SequenceSample, mb_spec: MicroBatchSpec, hook: PostHook) -> SequenceSample:
         """See `PipelinableEngine.forward`."""
-        return self._forward_part(role)(part, mb_spec, hook)
+        return self._engine(role).forward_part(part, mb_spec, hook)
 
     def use_heads(self, role: str, heads: Mapping[str, tuple[Tensor, Tensor | None, float, float | None]]) -> None:
         """See `PipelinableEngine.use_heads`; the values are the fields of `LMHead`."""
@@ -189,9 +196,7 @@ class Host:
 
     def reference(self, role: str, layers: int | None) -> None:
         """Store a copy of the current policy for `score`."""
-        engine = self._engine(role)
-        make = engine.reference_part if isinstance(engine, TransformersEngine) else engine.reference
-        self._references[role, layers] = make(layers)
+        self._references[role, layers] = self._engine(role).reference_part(layers)
 
     def score(
         self, role: str, part: SequenceSample, mb_spec: MicroBatchSpec, hook: PostHook, layers: int | None
@@ -201,23 +206,21 @@ class Host:
 
     def measure(self, role: str, part: SequenceSample, mb_spec: MicroBatchSpec, loss_fn: LossFn) -> Stats:
         """Return the loss and its metrics, without a gradient."""
-        return measured(self._forward_part(role), part, mb_spec, loss_fn)
+        return measured(self._engine(role).forward_part, part, mb_spec, loss_fn)
 
     def generate(self, role: str, part: SequenceSample, config: GenerationConfig, seed: int) -> SequenceSample:
         """See `PipelinableEngine.generate`."""
-        engine = self._engine(role)
-        generate = engine.generate_part if isinstance(engine, TransformersEngine) else engine.generate
-        return generate(part, config, seed=seed)
+        return self._engine(role).generate_part(part, config, seed=seed)
 
     def accumulate(
         self, role: str, part: SequenceSample, mb_spec: MicroBatchSpec, loss_fn: LossFn, weight: Tensor
     ) -> Stats:
         """Run the first half of a train step: accumulate the gradient, and return the metrics of this shard."""
-        return self._transformers(role).accumulate(part, mb_spec, loss_fn, weight)
+        return self._halves(role).accumulate(part, mb_spec, loss_fn, weight)
 
     def apply(self, role: str, weight: Tensor, vetoed: bool) -> Stats:
         """Run the second half of a train step: the optimizer step. Return the metrics of the whole batch."""
-        return self._transformers(role).apply(weight, vetoed=vetoed)
+        return self._halves(role).apply(weight, vetoed=vetoed)
 
     def train(
         self, role: str, part: SequenceSample, mb_spec: MicroBatchSpec, loss_fn: LossFn, weight: Tensor
@@ -225,9 +228,26 @@ class Host:
         """Run both halves of a train step."""
         return self.accumulate(role, part, mb_spec, loss_fn, weight), self.apply(role, weight, False)
 
+    def train_batch(
+        self,
+        role: str,
+        data: SequenceSample,
+        mb_spec: MicroBatchSpec,
+        functions: tuple[LossFn, LossWeightFn, StepIf | None],
+    ) -> tuple[Stats, list[Stats]]:
+        """Run a train step of an engine without halves. Return its metrics, and those that `step_if` received."""
+        loss_fn, loss_weight_fn, step_if = functions
+        received: list[Stats] = []
+
+        def decide(stats: Stats) -> bool:
+            received.append(stats)
+            return step_if is None or step_if(stats)
+
+        return self._engine(role).train_batch(data, mb_spec, loss_fn, loss_weight_fn, decide), received
+
     def skip(self, role: str, reason: str) -> Stats:
         """Count a skipped optimizer step."""
-        return self._transformers(role).skip(reason)
+        return self._halves(role).skip(reason)
 
     def state_dict(self, role: str) -> Any:
         """See `PipelinableEngine.state_dict`."""

@@ -86,7 +86,18 @@ class RayEngine(PipelinableEngine):
         loss_weight_fn: LossWeightFn,
         step_if: StepIf | None = None,
     ) -> Stats:
-        """Send one RPC, or several with `step_if` or `agree_on_steps`, which run in the driver."""
+        """Send one RPC, or several with `step_if` or `agree_on_steps`, which run in the driver.
+
+        An engine without halves runs `step_if` in the worker. The driver calls it again on the same metrics, so that
+        what it remembers is here too.
+        """
+        if not self._loaded.steps_in_halves:
+            functions = (loss_fn, loss_weight_fn, step_if)
+            stats, received = self.group.ask(self.name, "train_batch", [(data, mb_spec, HOOK)], functions)[0]
+            if step_if is not None:
+                for metrics in received:
+                    step_if(metrics)
+            return stats
         # computed here, since each rank sees only its part of the batch
         weight = step_weight(data, loss_weight_fn)
         agree = self._agree
@@ -108,6 +119,8 @@ class RayEngine(PipelinableEngine):
 
     @override
     def agree_on_steps(self, agree: Agree | None) -> None:
+        if not self._loaded.steps_in_halves:
+            super().agree_on_steps(agree)
         self._agree = agree
 
     @override

@@ -7,12 +7,14 @@ from realign.api import GenerationConfig, MicroBatchSpec, Request, SequenceSampl
 from realign.engines import TopLayers, TransformersModel
 from realign.engines.training.optimizer import OptimizerSpec
 from realign.engines.training.transformers_engine import TransformersEngine
+from realign.errors import ConfigError
 from realign.runtime.evaluation.loss import LOSS_SUM
 from realign.runtime.ray import host as host_module
 from realign.runtime.ray.host import Host, Offload
 from realign.runtime.ray.wire_format import mapped
 from tests.checkpoint_runs import assert_same_tree
 from tests.tiny import random_sample, tiny_model, tiny_tokenizer
+from tests.toys import BigramModel
 
 SPEC, DATA = MicroBatchSpec(), random_sample([[6, 5], [7]])
 WEIGHT = torch.tensor(4.0)
@@ -107,6 +109,12 @@ def test_an_offloaded_role_is_on_its_device_during_its_calls_and_between_the_hal
     assert events == ["back"]
     host.ask("actor", "apply", (WEIGHT, False))
     assert events == ["back", "back", "leave"]
+
+
+def test_an_engine_that_lists_no_tensors_cannot_be_offloaded():
+    message = r"^runtime\.placement\.actor\.offload=true: BigramEngine does not list the tensors .* Remove it\.$"
+    with pytest.raises(ConfigError, match=message):
+        Host(0, 1).load({"actor": BigramModel()}, 0, frozenset({"actor"}))
 
 
 def test_a_copy_samples_whole_batches_and_single_responses_and_stops_on_request(specs):
