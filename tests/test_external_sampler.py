@@ -142,11 +142,6 @@ class SimpleExperiment:
         self.roles, self.trained_roles = (*plain.roles, *more), plain.trained_roles
 
 
-def test_a_model_that_cannot_sample_in_the_background_is_refused_by_name(tmp_path):
-    with pytest.raises(ConfigError, match=r"models.actor: Served has no background_sampler, which rollout=async needs"):
-        LocalRuntime(experiment(tmp_path, external=False, rollout=Async(max_staleness=1)))
-
-
 def test_an_external_sampler_under_torchrun_is_refused(tmp_path, monkeypatch):
     class Two:
         size = 2

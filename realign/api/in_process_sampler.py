@@ -14,7 +14,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from realign.api.engine import PipelinableEngine, PostHook
 from realign.api.generation import GenerationConfig
+from realign.api.microbatch import MicroBatchSpec
 from realign.api.sample import SequenceSample
 from realign.api.sampler import PROMPTS, Capabilities, Completion, FutureHandle, Request, WeightSource
 from realign.api.sampling_mask import SAMPLING_MASK, masks_of
@@ -251,6 +253,23 @@ class InProcessSampler:
             handle.future.set_result(Completion(ids[s][first:], logprobs[s][first:], versions_N, truncated[s], mask))
 
 
+class CopySampler(InProcessSampler):
+    """Samples and scores with a copy of a role's engine, for rollout=async. New weights wait for the running call."""
+
+    def __init__(self, engine: PipelinableEngine) -> None:
+        """Sample with `engine`, which nobody else uses."""
+        has = engine.capabilities()
+        replays = replace(IN_PROCESS, router_experts=has.router_replay, sampling_replay=has.sampling_replay)
+        super().__init__(engine, capabilities=replays)
+        self._copy = engine
+
+    def forward(self, data: SequenceSample, mb_spec: MicroBatchSpec, post_hook: PostHook) -> SequenceSample:
+        """See `PipelinableEngine.forward`. Waits for running calls."""
+        with self._turn:
+            self._wait_for_turn(None)
+            return self._copy.forward(data, mb_spec, post_hook)
+
+
 def _batches(handles: list[_Deferred]) -> list[_Batch]:
     """Group requests into engine calls, in order of submission."""
     batches: list[_Batch] = []
@@ -269,4 +288,4 @@ def _closed() -> RuntimeError:
     return RuntimeError("the sampler is closed")
 
 
-__all__ = ["GeneratingEngine", "InProcessSampler"]
+__all__ = ["CopySampler", "GeneratingEngine", "InProcessSampler"]

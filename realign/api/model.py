@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from realign.api.engine import PipelinableEngine
-from realign.api.in_process_sampler import InProcessSampler
+from realign.api.in_process_sampler import CopySampler, InProcessSampler
 from realign.api.sampler import Sampler
 from realign.api.seeds import derive_seed
 
@@ -221,6 +221,21 @@ class ModelSpec(ABC):
     def for_sampling(self) -> ModelSpec:
         """Return the spec of a copy that only samples, for asynchronous rollout."""
         return self
+
+    def background_sampler(self, name: str, *, seed: int, recompute: bool) -> Sampler:
+        """Load a second copy of the model and return its sampler, which samples while the role's engine trains.
+
+        The default implementation samples one call after another, and new weights wait for the running call.
+
+        Args:
+            name: name of the role, for messages.
+            seed: root seed of the run.
+            recompute: whether to recompute the KV cache of unfinished responses when the weights change.
+
+        Raises:
+            ValueError: the model cannot be loaded or cannot sample.
+        """
+        return CopySampler(self.for_sampling().load(name, seed=seed).engine)
 
     def for_evaluation(self) -> ModelSpec:
         """Return the spec of the same model without its optimizer, for `realign eval`."""

@@ -438,24 +438,6 @@ class ConfiguresSampler(Protocol):
         ...
 
 
-@runtime_checkable
-class SamplesInBackground(Protocol):
-    """A model spec that can construct a sampler for asynchronous rollout (rollout=async)."""
-
-    def background_sampler(self, name: str, *, seed: int, recompute: bool) -> Sampler:
-        """Load a second copy of the model and return its sampler, which samples while the role's engine trains.
-
-        Args:
-            name: name of the role, for messages.
-            seed: root seed of the run.
-            recompute: whether to recompute the KV cache of unfinished responses when the weights change.
-
-        Raises:
-            ValueError: the model cannot be loaded or cannot sample.
-        """
-        ...
-
-
 def samples_externally(spec: object) -> bool:
     """Return whether an external sampler samples for the role of this model spec."""
     return isinstance(spec, ConfiguresSampler) and spec.sampler.external
@@ -470,7 +452,6 @@ __all__ = [
     "Request",
     "Sampler",
     "SamplerSpec",
-    "SamplesInBackground",
     "SharedByRanks",
     "Tokens",
     "WeightSource",

@@ -511,8 +511,9 @@ class TransformersModel(Settings, ModelSpec):
             check_inherited(name, source, tokenizer, own, trust_remote_code=self.trust_remote_code)
         return tokenizer
 
+    @override
     def background_sampler(self, name: str, *, seed: int, recompute: bool) -> Sampler:
-        """See `realign.api.sampler.SamplesInBackground`; uses a copy of the model without its moving average."""
+        """Sample many calls together, from a copy of the model without its moving average."""
         from realign.engines.sampling.background import StreamingEngine
 
         engine = self.for_sampling().load(name, seed=seed).engine

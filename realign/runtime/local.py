@@ -49,7 +49,7 @@ from realign.runtime.processes.watchdog import Watch
 from realign.runtime.recorded_calls import ROLLOUT, StepHook, call_key, only
 from realign.runtime.reference_cache import load_with_cache, read_references, score_rows
 from realign.runtime.role_sync import RoleSync
-from realign.runtime.rollout.asynchronous import RolloutAhead, load_background_sampler
+from realign.runtime.rollout.asynchronous import RolloutAhead
 from realign.runtime.rollout.prompts import PromptStream
 from realign.runtime.rollout.spec import Async
 from realign.runtime.steps_together import run_in_turns, steps_together
@@ -206,7 +206,7 @@ class LocalRuntime:
                 "under torchrun. Set rollout=sync."
             )
         e = self.experiment
-        return load_background_sampler(role, e.models[role], e.seed, recompute=rollout.recompute)
+        return e.models[role].background_sampler(role, seed=e.seed, recompute=rollout.recompute)
 
     @cached_property
     def _samplers(self) -> SleepingSamplers:

@@ -13,6 +13,7 @@ from realign.errors import ConfigError
 from realign.testing import SAMPLER_CHECKS, BigramEngine, check_sampler
 from tests.samplers import CONFIG, prompts
 from tests.tiny import tiny_engine
+from tests.toys import BigramModel
 
 TEXT = GenerationConfig(n=3, max_new_tokens=8)
 
@@ -29,6 +30,14 @@ def test_the_in_process_sampler_of_a_table_meets_the_contract(name):
     check_sampler(
         lambda: InProcessSampler(BigramEngine(), capabilities=has), prompts(), CONFIG, BigramEngine(seed=1), only=name
     )
+
+
+@pytest.mark.parametrize("name", SAMPLER_CHECKS)
+def test_the_background_sampler_of_any_model_meets_the_contract(name):
+    def make():
+        return BigramModel().background_sampler("actor", seed=0, recompute=True)
+
+    check_sampler(make, prompts(), CONFIG, BigramEngine(seed=1), only=name)
 
 
 @pytest.mark.parametrize("name", SAMPLER_CHECKS)

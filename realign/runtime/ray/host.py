@@ -30,7 +30,6 @@ from realign.errors import ConfigError
 from realign.functional import LMHead
 from realign.runtime.models import load_own
 from realign.runtime.ray.wire_format import mapped
-from realign.runtime.rollout.asynchronous import load_background_sampler
 
 WHOLE = frozenset({"state_dict", "fixed_weights", "weights"})
 """Methods whose large result is the same on all ranks, so that only rank 0 returns it."""
@@ -138,7 +137,7 @@ class Host:
     def load_copies(self, specs: Mapping[str, ModelSpec], seed: int, recompute: bool) -> None:
         """Load copies of the models of these roles for concurrent sampling (rollout=async)."""
         for role, spec in specs.items():
-            self._samplers[role] = load_background_sampler(role, spec, seed, recompute=recompute)
+            self._samplers[role] = spec.background_sampler(role, seed=seed, recompute=recompute)
 
     def sample(self, role: str, data: SequenceSample, config: GenerationConfig, seed: int) -> SequenceSample:
         """See `Sampler.generate`; callable from any thread."""

@@ -34,7 +34,7 @@ from realign.api import (
     SequenceSample,
 )
 from realign.api.engine import PostHook, Scores
-from realign.api.sampler import Sampler, SamplesInBackground
+from realign.api.sampler import Sampler
 from realign.engines.distributed.ranks import current
 from realign.engines.shared_model import SharedEngine
 from realign.errors import ConfigError
@@ -70,20 +70,6 @@ class SamplingEngine(SharedEngine):
     def generate(self, data: SequenceSample, config: GenerationConfig, *, seed: int) -> SequenceSample:
         """Sample with the sampler, not with the engine."""
         return self._sampler.generate(data, config, seed=seed)
-
-
-def load_background_sampler(role: str, spec: object, seed: int, *, recompute: bool) -> Sampler:
-    """Return a sampler with a copy of the model of `spec`; see `SamplesInBackground`.
-
-    Raises:
-        ConfigError: the spec cannot construct a background sampler.
-    """
-    if not isinstance(spec, SamplesInBackground):
-        raise ConfigError(
-            f"models.{role}: {type(spec).__name__} has no background_sampler, which rollout=async needs. Set "
-            "rollout=sync, or use a model such as realign.engines.TransformersModel."
-        )
-    return spec.background_sampler(role, seed=seed, recompute=recompute)
 
 
 class AsyncDynamicSampling:

@@ -11,6 +11,7 @@ import warnings
 from contextlib import closing
 from typing import Any
 
+import numpy as np
 import pytest
 import ray
 import torch
@@ -19,7 +20,9 @@ from realign.api import MicroBatchSpec, Sum, stat_values
 from realign.engines import Sharding, TransformersModel
 from realign.engines.training.optimizer import OptimizerSpec
 from realign.errors import ConfigError, RewardError, RunError, TransientError, is_transient
-from realign.runtime import Async, Local, Ray
+from realign.interfaces.components.early_stop import EarlyStop
+from realign.interfaces.grpo import GRPOActorInterface
+from realign.runtime import Async, Local, Ray, run
 from realign.runtime.checkpoint.random_generators import seed_random
 from realign.runtime.evaluation.loss import ForwardOnly
 from realign.runtime.models import load_own
@@ -34,7 +37,8 @@ from realign.runtime.ray.workers import HOOK, RemoteError, Setup, WorkerGroup, c
 from realign.runtime.run_experiment import open_runtime
 from tests.checkpoint_runs import PoisonedCritic, assert_same_tree, experiment, started, state, untimed
 from tests.tiny import random_sample
-from tests.toys import BigramModel
+from tests.toys import GENERATION, BigramModel, CountToken
+from tests.toys import experiment as toy
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
 DATA = random_sample([[6, 5], [7]])
@@ -51,6 +55,26 @@ def test_a_run_is_that_of_one_process_bit_for_bit(files, tmp_path):
     assert_same_tree(state(tmp_path / "ray"), state(tmp_path / "local"))
     ours, theirs = (untimed(tmp_path / kind / "metrics.jsonl") for kind in ("ray", "local"))
     assert ours == theirs
+
+
+@pytest.mark.slow
+def test_an_engine_of_a_user_trains_and_samples_ahead_in_workers(tmp_path):
+    """Its step has no halves, and the early stop that its worker decides ends the epochs in the driver."""
+    metrics, weights = {}, {}
+    interface = GRPOActorInterface(generation=GENERATION, epochs=3, n_minibatches=2, early_stop=EarlyStop(kl=1e-6))
+    for kind, more in {
+        "local": {},
+        "ray": {"runtime": Ray(placement={"actor": {"devices": 2}})},
+        "ahead": {"runtime": Ray(), "rollout": Async(max_staleness=0)},
+    }.items():
+        out = tmp_path / kind
+        done = run(toy(tmp_path, output_dir=out, interfaces={"actor": interface, "reward": CountToken()}, **more))
+        metrics[kind] = done.series("loss"), done.series("early_stopped")
+        weights[kind] = np.load(out / "final" / "actor" / "bigram.npz")["logits"]
+    assert metrics["local"][1] == [1.0, 1.0, 1.0]
+    assert metrics["ray"] == metrics["ahead"] == metrics["local"]
+    assert np.array_equal(weights["ray"], weights["local"])
+    assert np.array_equal(weights["ahead"], weights["local"])
 
 
 def loss(output, mb):

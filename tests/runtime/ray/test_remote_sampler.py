@@ -7,13 +7,10 @@ import pytest
 
 from realign.api import GenerationConfig
 from realign.engines.sampling.background import StreamingEngine
-from realign.errors import ConfigError
 from realign.runtime.ray.host import Host
 from realign.runtime.ray.proxies import RemoteSampler
-from realign.runtime.rollout.asynchronous import load_background_sampler
 from realign.testing import SAMPLER_CHECKS, check_sampler
 from tests.engines.sampling.rollouts import numbered_prompts, other_engine
-from tests.samplers import Served
 from tests.tiny import tiny_engine
 
 
@@ -65,8 +62,3 @@ def test_a_call_goes_to_the_worker_that_has_the_fewest():
             call.result()
     assert group.asked == [0, 1, 0, 1]
     sampler.close()
-
-
-def test_a_spec_without_a_background_sampler_is_refused_by_name():
-    with pytest.raises(ConfigError, match=r"models.actor: Served has no background_sampler"):
-        load_background_sampler("actor", Served(), 0, recompute=True)

@@ -301,6 +301,20 @@ def test_a_ratio_that_is_not_1_is_no_mistake_where_the_sampler_is_older(tmp_path
     assert not [t for t in text if "before the first update" in t]
 
 
+@pytest.mark.parametrize("kind", ["grpo", "decoupled"])
+def test_an_engine_of_a_user_samples_and_scores_ahead(tmp_path, policy, kind):
+    saved = {}
+    for name, rollout in {"sync": Sync(), "fresh": ahead(0), "ahead": ahead(2)}.items():
+        out = tmp_path / name
+        changes = {"models": {"actor": BigramModel()}, "rollout": rollout, "steps": 6, "output_dir": out}
+        losses = run(experiment(tmp_path, policy, kind, **changes)).series("loss")
+        saved[name] = np.load(out / "final" / "actor" / "bigram.npz")["logits"], losses
+    assert np.array_equal(saved["fresh"][0], saved["sync"][0])
+    assert saved["fresh"][1] == saved["sync"][1]
+    assert len(saved["ahead"][1]) == 6
+    assert not np.array_equal(saved["ahead"][0], saved["sync"][0])
+
+
 class Copied(BigramModel):
     """A model spec whose background sampler is the arguments it was called with."""
 
