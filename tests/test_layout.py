@@ -92,3 +92,31 @@ def test_runtime_and_config_never_ask_for_the_class_of_an_interface():
         if isinstance(part, ast.Name) and part.id in known
     ]
     assert asked == []
+
+
+def test_only_engines_and_commands_name_the_class_of_an_engine_or_its_spec():
+    """Runtime, samplers and caches go by the contract in `realign.api`, which an engine of a user has too."""
+    known = {"TransformersEngine", "TransformersModel", "ShardedEngine"}
+    own = ("engines/__init__.py", "engines/transformers_model.py", "engines/training/", "engines/distributed/", "cli/")
+    named = {
+        path.relative_to(ROOT / "realign").as_posix()
+        for path, tree in trees_of(ROOT / "realign", rf"\b({'|'.join(known)})\b")
+        for node in ast.walk(tree)
+        if (isinstance(node, ast.Name) and node.id in known)
+        or (isinstance(node, ast.Attribute) and node.attr in known)
+        or (isinstance(node, ast.alias) and node.name in known)
+    }
+    assert {path for path in named if not path.startswith(own)} == set()
+
+
+def test_only_the_model_gives_new_weights_to_samplers():
+    """Whoever changes weights calls `Model.publish_weights`, and need not know which samplers have copies."""
+    calls = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path, tree in trees_of(ROOT / "realign", r"\.update\(.*engine")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "update"
+        for argument in node.args
+        if isinstance(argument, ast.Attribute) and argument.attr == "engine"
+    ]
+    assert {call.rpartition(":")[0] for call in calls} == {"realign/api/model.py"}

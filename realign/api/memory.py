@@ -3,7 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Protocol, runtime_checkable
+
+
+class MemoryChoice(StrEnum):
+    """A setting of a model that trades time for memory. The value is its name in the launch table."""
+
+    checkpointing = "gradient checkpointing"
+    """Whether training recomputes layers."""
+    sampling_copy = "copy for sampling kept"
+    """Whether `RoleMemory.sampling_copy` stays between rollouts."""
 
 
 @dataclass(frozen=True)
@@ -138,4 +148,4 @@ class LimitsSequences(Protocol):
         ...
 
 
-__all__ = ["EstimatesMemory", "LimitsPrompts", "LimitsSequences", "MemoryWork", "RoleMemory"]
+__all__ = ["EstimatesMemory", "LimitsPrompts", "LimitsSequences", "MemoryChoice", "MemoryWork", "RoleMemory"]

@@ -11,6 +11,7 @@ from typing import Any
 
 from realign.api.engine import PipelinableEngine
 from realign.api.in_process_sampler import CopySampler, InProcessSampler
+from realign.api.memory import MemoryChoice
 from realign.api.sampler import Sampler
 from realign.api.seeds import derive_seed
 
@@ -240,6 +241,35 @@ class ModelSpec(ABC):
     def for_evaluation(self) -> ModelSpec:
         """Return the spec of the same model without its optimizer, for `realign eval`."""
         return self
+
+    def memory_choices(self) -> frozenset[MemoryChoice]:
+        """Return the settings that are `auto`, which the runtime decides by the free memory of the device."""
+        return frozenset()
+
+    def with_memory_choice(self, choice: MemoryChoice, on: bool) -> ModelSpec:
+        """Return a spec with the value of one of its `memory_choices`."""
+        raise ValueError(f"{type(self).__name__} has no choice of {choice}")
+
+    def describe_ranks(self, name: str, ranks: int) -> str | None:
+        """Return how several processes divide the model of the role `name`; None if each of them has all of it."""
+        return None
+
+    def check_ranks(self, name: str, ranks: int, *, replays: bool, referenced: bool) -> None:  # noqa: B027 (optional)
+        """Check that several processes can run the model of the role `name`, before any weights are read.
+
+        Args:
+            name: the role, for messages.
+            ranks: number of processes.
+            replays: whether the role records or replays choices of experts.
+            referenced: whether another role is a `reference` of this model.
+
+        Raises:
+            ValueError: they cannot. The message has the setting and the reason.
+        """
+
+    def hash_of_weights(self, name: str) -> str | None:
+        """Return a hash of the weights that `load` reads, without loading them; None if only `load` can tell."""
+        return None
 
     def tokenizer_source(self, role: str) -> TokenizerSource | None:
         """Return where the tokenizer of `role` is read from, so that other roles can use it; None if unknown."""

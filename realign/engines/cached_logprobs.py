@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import hashlib
-import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -25,64 +24,25 @@ from realign.api.engine import (
 )
 from realign.api.generation import GenerationConfig
 from realign.api.microbatch import MicroBatchSpec
-from realign.api.model import Model
+from realign.api.model import Model, ModelSpec
 from realign.api.sample import INDEX_KEYS, TOKENS, SequenceSample
 from realign.api.stats import Stats
 from realign.engines.distributed.ranks import current
-from realign.engines.files.adapters import find_adapter
-from realign.engines.transformers_model import TransformersModel
 from realign.errors import ConfigError, DataError
 
 _WHERE = "cached_where"
-_WEIGHTS = (".safetensors", ".bin")
-
-
-def hash_of_weights(role: str, spec: TransformersModel) -> str | None:
-    """Return a hash of the files with a model's weights, and of its adapter's base; None if they're not here."""
-    adapter = find_adapter(f"models.{role}.path={spec.path!r}", spec.path)
-    weights = hashlib.sha256()
-    for path in [spec.path] if adapter is None else [spec.path, adapter.base]:
-        folder = _local_folder(path)
-        if folder is None:
-            return None
-        for file in sorted(folder.iterdir()):
-            if file.suffix in _WEIGHTS and file.is_file():
-                with file.open("rb") as content:
-                    weights.update(f"{file.name}\0{hashlib.file_digest(content, 'sha256').hexdigest()}\0".encode())
-    return weights.hexdigest()
-
-
-def _local_folder(path: str) -> Path | None:
-    """Return the folder of a model; None for a model of the hub of which weights are not on this machine yet."""
-    from huggingface_hub import try_to_load_from_cache
-
-    if (folder := Path(path).expanduser()).is_dir():
-        return folder
-    config = try_to_load_from_cache(path, "config.json")
-    if not isinstance(config, str):
-        return None
-    folder = Path(config).parent
-    # The memory estimate downloads the config alone, and models with equal configs have different weights.
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        return folder if all((folder / name).is_file() for name in names) else None
-    return folder if any(file.suffix in _WEIGHTS for file in folder.iterdir()) else None
 
 
 class CachedEngine(PipelinableEngine):
     """A frozen model that answers with log-probs that it has computed. It loads its network when one is missing."""
 
-    def __init__(self, name: str, spec: TransformersModel, load: Callable[[], Model]) -> None:
+    def __init__(self, name: str, spec: ModelSpec, load: Callable[[], Model]) -> None:
         """Make the engine of a role.
 
         Args:
             name: the role.
             spec: the settings of its model.
             load: loads the model.
-
-        Raises:
-            ConfigError: the files of the model aren't on this machine.
         """
         self.name = name
         self.entries: dict[str, Tensor] = {}
@@ -91,19 +51,14 @@ class CachedEngine(PipelinableEngine):
         """Number of sequences whose log-probs were known."""
         self.computed = 0
         """Number of sequences that the network scored."""
-        self._outputs, self._load = spec.head.outputs, load
+        self._outputs, self._load = spec.facts().outputs or frozenset({"logprobs"}), load
         self._model: Model | None = None
-        found = current().lead(partial(hash_of_weights, name, spec))
-        if found is None:
-            self._network()  # downloads the model
-            found = current().lead(partial(hash_of_weights, name, spec))
-        if found is None:
-            raise ConfigError(
-                f"cache_reference=true: the files of models.{name}.path={spec.path!r} are not in the cache of the hub. "
-                "Set the path to a folder, or set cache_reference=false."
-            )
-        self.sha256 = found
-        """Hash of the files with the weights."""
+        sha256 = current().lead(partial(spec.hash_of_weights, name))
+        if sha256 is None:
+            weights = self._network().weights()  # this may also download the files
+            sha256 = current().lead(partial(spec.hash_of_weights, name)) or _hash_of_tensors(weights)
+        self.sha256 = sha256
+        """Hash of the weights, or of the files with them."""
 
     def _network(self) -> PipelinableEngine:
         if self._model is None:
@@ -149,8 +104,9 @@ class CachedEngine(PipelinableEngine):
             current().lead(partial(self.entries.update, {keys[s]: entries[s] for s in missing}))
         self.computed += len(missing)
         self.cached += len(keys) - len(missing)
-        logprobs_T = torch.zeros(len(where_T))
-        logprobs_T[where_T] = torch.cat([logprobs_T[:0], *entries])
+        scored_N = torch.cat([torch.zeros(0), *entries])
+        logprobs_T = torch.zeros(len(where_T), dtype=scored_N.dtype)  # fp64 of an exact engine stays
+        logprobs_T[where_T] = scored_N
         return logprobs_T
 
     def _read(self, keys: Sequence[str]) -> list[Any]:
@@ -202,7 +158,7 @@ class CachedEngine(PipelinableEngine):
 
     @override
     def fixed_weights(self) -> dict[str, Any]:
-        """Return the hash of the files with the weights, so that a resumed run notices others."""
+        """Return the hash of the weights, so that a resumed run notices others."""
         return {"files": torch.tensor(list(bytes.fromhex(self.sha256)), dtype=torch.uint8)}
 
     @override
@@ -244,6 +200,14 @@ class _CachedOutput:
         )
 
 
+def _hash_of_tensors(weights: Mapping[str, Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name, x in sorted(weights.items()):
+        digest.update(f"{name}\0{x.dtype}\0{tuple(x.shape)}\0".encode())
+        digest.update(x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
 def _addresses(data: SequenceSample, temperature: float, where_T: Tensor) -> list[str]:
     """Return the address of each sequence: a hash of its tokens, of the scored ones, and of the temperature."""
     cut = data.lengths[TOKENS].flat.tolist()
@@ -259,4 +223,4 @@ def _addresses(data: SequenceSample, temperature: float, where_T: Tensor) -> lis
     return addresses
 
 
-__all__ = ["CachedEngine", "hash_of_weights"]
+__all__ = ["CachedEngine"]

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 from typing_extensions import override
 
-from realign.api.memory import MemoryWork, RoleMemory
+from realign.api.memory import MemoryChoice, MemoryWork, RoleMemory
 from realign.api.model import Compute, Model, ModelFacts, ModelSpec, TokenizerSource
 from realign.api.sampler import Sampler, SamplerSpec
 from realign.api.seeds import derive_seed
 from realign.engines.device import DType, disable_tf32, pick_device, products_dtype, use_deterministic_algorithms
 from realign.engines.distributed.ranks import current
-from realign.engines.distributed.sharding import Sharding
+from realign.engines.distributed.sharding import Sharding, check_reference
 from realign.engines.files.adapters import AdapterFolder, AdapterStart, check_continues, find_adapter, is_adapter
 from realign.engines.files.folders import read_states
-from realign.engines.files.model_folder import check_hub, check_path, readable, weight_names
+from realign.engines.files.model_folder import check_hub, check_path, hash_of_folders, readable, weight_names
 from realign.engines.files.tokenizers import align_end_tokens, check_inherited, check_source, has_tokenizer, read_source
 from realign.engines.files.unread import has_unread
 from realign.engines.module_reader import (
@@ -229,6 +231,57 @@ class TransformersModel(Settings, ModelSpec):
         value_layers = 0 if self._value_head is None else self._value_head.layers
         return Divisions(name, module, self.trains, value_layers, self.torch_compile.compiles, replays, self.optimizer)
 
+    def mesh_checks(self, name: str, *, replays: bool, referenced: bool) -> Callable[[Sharding, int], None]:
+        """Return a check of meshes for this model, which reads the config once; see `check_ranks`."""
+        divisions = cache(partial(self.divisions, name, replays=replays))
+
+        def check(sharding: Sharding, ranks: int) -> None:
+            if ranks == 1:  # a single one can do everything
+                return
+            if self.load_in_4bit:
+                check_4bit(f"models.{name}", self.trains, self.head, ranks)
+            if referenced:
+                check_reference(name, self.trains)
+            divisions().check(sharding, ranks)
+
+        return check
+
+    @override
+    def check_ranks(self, name: str, ranks: int, *, replays: bool, referenced: bool) -> None:
+        self.mesh_checks(name, replays=replays, referenced=referenced)(self.sharding, ranks)
+
+    @override
+    def describe_ranks(self, name: str, ranks: int) -> str:
+        """Return the dimensions of the mesh; see `Sharding.describe`."""
+        return self.sharding.describe(name, ranks)
+
+    @override
+    def memory_choices(self) -> frozenset[MemoryChoice]:
+        if self.optimizer is None:
+            return frozenset()
+        values = {
+            MemoryChoice.checkpointing: self.gradient_checkpointing,
+            MemoryChoice.sampling_copy: self.sharding.keep_rollout,
+        }
+        return frozenset(choice for choice, value in values.items() if value is Auto.auto)
+
+    @override
+    def with_memory_choice(self, choice: MemoryChoice, on: bool) -> ModelSpec:
+        if choice is MemoryChoice.checkpointing:
+            return self._replaced(gradient_checkpointing=on)
+        return self._replaced(sharding=replace(self.sharding, keep_rollout=on))
+
+    @override
+    def hash_of_weights(self, name: str) -> str | None:
+        """Return a hash of the files with the weights, and of an adapter's base; None if they are not here."""
+        adapter = find_adapter(f"models.{name}.path={self.path!r}", self.path)
+        return hash_of_folders([self.path] if adapter is None else [self.path, adapter.base])
+
+    def _replaced(self, **changes: Any) -> TransformersModel:
+        copy = replace(self, **changes)
+        # `replace` calls the constructor, and `inherited` is no argument of it.
+        return copy if self.inherited is None else copy.with_tokenizer(self.inherited)
+
     def _base_path(self, name: str) -> str:
         """Return the folder or hub name of the model, which is another one than `path` for an adapter."""
         adapter = self._find_adapter(name)
@@ -335,17 +388,14 @@ class TransformersModel(Settings, ModelSpec):
         """Return a copy that keeps no moving average of the weights."""
         if self.optimizer is None:
             return self
-        copy = replace(self, optimizer=replace(self.optimizer, ema_decay=None))
-        # `replace` calls the constructor, and `inherited` is no argument of it.
-        return copy if self.inherited is None else copy.with_tokenizer(self.inherited)
+        return self._replaced(optimizer=replace(self.optimizer, ema_decay=None))
 
     @override
     def for_evaluation(self) -> ModelSpec:
         """Return a frozen copy that merges adapters and does not quantize."""
         adapter = AdapterStart.auto if self.adapter is AdapterStart.continue_ else self.adapter
-        plain = replace(self, load_balancing=None, gradient_checkpointing=Auto.auto, load_in_4bit=False)
-        copy = replace(plain, optimizer=None, trains=All(), adapter=adapter)
-        return copy if self.inherited is None else copy.with_tokenizer(self.inherited)
+        plain = self._replaced(load_balancing=None, gradient_checkpointing=Auto.auto, load_in_4bit=False)
+        return plain._replaced(optimizer=None, trains=All(), adapter=adapter)
 
     @override
     def tokenizer_source(self, role: str) -> TokenizerSource:

@@ -28,7 +28,6 @@ from realign.data import DataSpec
 from realign.data.curriculum import Curriculum
 from realign.engines.files.folders import AVERAGED, check_name
 from realign.engines.shared_model import Share, SharedModel, check_shared
-from realign.engines.transformers_model import TransformersModel
 from realign.errors import ConfigError, SettingsError
 from realign.run_settings import MicroBatchLimits, RunSettings
 from realign.runtime.checkpoint.folder import CHECKPOINTS
@@ -268,7 +267,7 @@ class Experiment(RunSettings):
     def _only_scores_rows(self, role: str) -> bool:
         """Return whether all calls of a role compute log-probs of the rows under frozen weights."""
         interface, spec = self.interfaces.get(role), self.models.get(role)
-        if interface is None or type(spec) is not TransformersModel or spec.facts().trainable:
+        if interface is None or spec is None or spec.facts().trainable or self.owner_of(role) != role:
             return False
         frozen = interface.plan().weights is Weights.frozen and interface.outputs() == {"logprobs"}
         rows = set(self.graph.dataset_keys)

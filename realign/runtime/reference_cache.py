@@ -14,7 +14,6 @@ from torch import Tensor
 from realign.api import RPC, Model, ModelSpec, SequenceSample
 from realign.engines.cached_logprobs import CachedEngine
 from realign.engines.distributed.ranks import current
-from realign.engines.transformers_model import TransformersModel
 from realign.errors import ConfigError
 from realign.own_files import read_regular, replace_bytes
 from realign.runtime.calls import call
@@ -40,9 +39,8 @@ def load_with_cache(experiment: Experiment, specs: Mapping[str, ModelSpec], seed
         return model
 
     for role in cached:
-        spec = specs[role]
-        assert isinstance(spec, TransformersModel)  # see `Experiment.cached_roles`
-        models[role] = Model(role, CachedEngine(role, spec, partial(load, role)), models[lead].tokenizer, seed)
+        engine = CachedEngine(role, specs[role], partial(load, role))
+        models[role] = Model(role, engine, models[lead].tokenizer, seed)
     return {role: models[role] for role in specs}
 
 

@@ -290,10 +290,11 @@ def check_frozen(saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:
                 stacklevel=2,
             )
         elif now is None or now["sha256"] != then["sha256"]:
-            where = "" if now is None else f" from {now['path']!r}"
+            where = "" if now is None or now["path"] is None else f" from {now['path']!r}"
+            origin = "" if then["path"] is None else f", from {then['path']!r}"
             raise CheckpointError(
                 f"models.{role}: the weights loaded{where} differ from those that the run started with (sha256 "
-                f"{then['sha256'][:12]}, from {then['path']!r}). Checkpoints do not contain frozen weights. Restore "
+                f"{then['sha256'][:12]}{origin}). Checkpoints do not contain frozen weights. Restore "
                 "the original model folder."
             )
 

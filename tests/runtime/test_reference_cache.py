@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from typing import ClassVar
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from realign.api import Model
 from realign.config import build_experiment, compose
-from realign.engines.cached_logprobs import hash_of_weights
 from realign.engines.training.transformers_engine import TransformersEngine
 from realign.engines.transformers_model import TransformersModel
 from realign.errors import CheckpointError, SettingsError
+from realign.interfaces.dpo import DPOInterface, dataflow
+from realign.interfaces.reference import ReferenceInterface
 from realign.runtime import run
 from realign.runtime.reference_cache import REFERENCES
+from realign.testing import BigramEngine
 from realign.time_machine.replay import replay_steps
 from tests.tiny import save_tiny
 from tests.torchrun_ranks import Ranks
+from tests.toys import BigramModel, Digits, Judged
+from tests.toys import experiment as toy
 
 ROWS = [{"prompt": f"{a}+{11 + a}=", "chosen": f"{11 + 2 * a}.", "rejected": f"{a}{11 + a}"} for a in range(8)]
 LABELS = [{"prompt": row["prompt"], "completion": row["chosen"], "label": True} for row in ROWS[:4]]
@@ -196,13 +202,46 @@ def test_a_model_of_the_hub_has_no_hash_before_all_its_weights_are_here(monkeypa
     (hub / "config.json").write_bytes((tmp_path / "model" / "config.json").read_bytes())
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda path, name: str(hub / name))
     spec = TransformersModel(path="some/model")
-    assert hash_of_weights("ref", spec) is None
+    assert spec.hash_of_weights("ref") is None
     index = hub / "model.safetensors.index.json"
     index.write_text('{"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}')
     (hub / "one.safetensors").write_bytes(b"1")
-    assert hash_of_weights("ref", spec) is None
+    assert spec.hash_of_weights("ref") is None
     (hub / "two.safetensors").write_bytes(b"2")
-    complete = hash_of_weights("ref", spec)
+    complete = spec.hash_of_weights("ref")
     assert complete is not None
     (hub / "two.safetensors").write_bytes(b"3")
-    assert hash_of_weights("ref", spec) not in (None, complete)
+    assert spec.hash_of_weights("ref") not in (None, complete)
+
+
+class Counted(BigramEngine):
+    """A bigram table that counts the sequences it scores, over all tables."""
+
+    scored: ClassVar[list[int]] = []
+
+    def forward(self, data, *arguments):
+        self.scored.append(data.n_sequences)
+        return super().forward(data, *arguments)
+
+
+class CountedModel(BigramModel):
+    def load(self, name, *, seed):
+        return Model(name, Counted(seed=seed, lr=self.lr), Digits(), seed)
+
+
+def test_a_model_of_a_user_is_cached_too_and_known_by_its_weights(tmp_path, monkeypatch):
+    losses = {}
+    for name, cached in {"plain": False, "cached": True}.items():
+        monkeypatch.setattr(Counted, "scored", [])
+        roles = {"actor": DPOInterface(), "ref": ReferenceInterface()}
+        models = {"actor": BigramModel(lr=0.1), "ref": CountedModel()}
+        settings = {"graph": dataflow(roles), "interfaces": roles, "models": models, "data": Judged(8)}
+        settings |= {"evaluation": None, "steps": 8, "batch_prompts": 2, "output_dir": tmp_path / name}
+        made = toy(tmp_path, **settings, cache_reference=cached)
+        losses[name] = run(made).series("loss"), sum(Counted.scored)
+    assert losses["cached"][0] == losses["plain"][0]
+    assert losses["plain"][1] == 2 * losses["cached"][1] > 0
+    assert load_file(tmp_path / "cached" / REFERENCES).keys() > {"sha256"}
+    more = {"steps": 9, "seed": 1, "cache_reference": True, "resume": "auto", "resume_allow": ["seed"]}
+    with pytest.raises(CheckpointError, match=r"models\.ref: the weights loaded differ from those"):
+        run(toy(tmp_path, **settings | more))

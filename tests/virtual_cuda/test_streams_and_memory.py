@@ -8,12 +8,13 @@ import threading
 import torch
 
 from realign.api import GenerationConfig
+from realign.api.memory import MemoryChoice
 from realign.cli.launch_table import derived_rows
 from realign.config import build_experiment, compose
 from realign.engines.sampling.background import StreamingEngine
 from realign.engines.training import transformers_engine
 from realign.engines.transformers_model import TransformersModel
-from realign.runtime.checks.auto_memory import CHECKPOINTING, USABLE, decided
+from realign.runtime.checks.auto_memory import USABLE, decided
 from realign.runtime.checks.device_estimate import estimate
 from realign.runtime.models import load_models
 from tests.engines.sampling.rollouts import numbered_prompts
@@ -31,7 +32,7 @@ def test_auto_recomputes_layers_where_the_memory_of_the_device_asks_for_it(overr
     needed = device.during("actor", device.roles["actor"].training)
     for free, on in ((2 * needed, False), (round(needed / USABLE) - 10_000, True)):
         with limit(free):
-            row = dict(derived_rows(experiment))[CHECKPOINTING]
+            row = dict(derived_rows(experiment))[MemoryChoice.checkpointing]
             load_models(decided(experiment))
         assert row.startswith("on (auto: " if on else "off (auto: ")
         assert len(enabled) == on

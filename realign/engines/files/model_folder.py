@@ -7,11 +7,12 @@ run with several models would also read gigabytes before it reports a mistake in
 from __future__ import annotations
 
 import difflib
+import hashlib
 import json
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ LARGEST_FILE = 64 << 20
 """Size limit of a JSON file in bytes; a vocabulary is in other files."""
 
 _POINTER = b"version https://git-lfs.github.com/spec/"
+_HASHED = (".safetensors", ".bin")
 _OTHER_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
 
 # The cache of the hub names a file by its git hash (40 digits), or by its sha256 if it is stored as a large file (64).
@@ -321,6 +323,38 @@ def _weight_files(folder: Path) -> list[Path]:
             f"AutoModelForCausalLM.from_pretrained({str(folder)!r}).save_pretrained('NEW_FOLDER')."
         )
     raise DataError(f"{str(folder)!r} has no weights: neither {WEIGHTS!r} nor {INDEX!r}. Download the model again.")
+
+
+def hash_of_folders(paths: Sequence[str]) -> str | None:
+    """Return a hash of the files with weights in model folders; None if weights of one are not on this machine."""
+    digest = hashlib.sha256()
+    for path in paths:
+        folder = _local_folder(path)
+        if folder is None:
+            return None
+        for file in sorted(folder.iterdir()):
+            if file.suffix in _HASHED and file.is_file():
+                with file.open("rb") as content:
+                    digest.update(f"{file.name}\0{hashlib.file_digest(content, 'sha256').hexdigest()}\0".encode())
+    return digest.hexdigest()
+
+
+def _local_folder(path: str) -> Path | None:
+    """Return the folder of a model; None for a model of the hub of which weights are not on this machine yet."""
+    from huggingface_hub import try_to_load_from_cache
+
+    if (folder := Path(path).expanduser()).is_dir():
+        return folder
+    config = try_to_load_from_cache(path, "config.json")
+    if not isinstance(config, str):
+        return None
+    folder = Path(config).parent
+    # The memory estimate downloads the config alone, and models with equal configs have different weights.
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        return folder if all((folder / name).is_file() for name in names) else None
+    return folder if any(file.suffix in _HASHED for file in folder.iterdir()) else None
 
 
 def check_hub(what: str, name: str, file: str = "config.json") -> None:

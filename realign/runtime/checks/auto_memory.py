@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+from realign.api.memory import MemoryChoice
 from realign.api.model import ModelSpec
 from realign.engines.distributed.ranks import current
-from realign.engines.transformers_model import TransformersModel
 from realign.runtime.checks.device_estimate import CPU, DeviceEstimate, Free, device_of, estimate, show
 from realign.runtime.experiment import Experiment
-from realign.settings import Auto
 
 USABLE = 0.9
 """Fraction of the free memory that an estimate may use. Estimates are within 15%, and allocators lose some."""
-CHECKPOINTING = "gradient checkpointing"
-KEEPING = "copy for sampling kept"
 
 
 @dataclass(frozen=True)
@@ -24,7 +21,7 @@ class Decision:
     """The value of an `auto` setting of a role."""
 
     role: str
-    setting: str
+    setting: MemoryChoice
     on: bool
     reason: str
 
@@ -46,11 +43,10 @@ def decide(experiment: Experiment, free: Free | None = None) -> list[Decision]:
         RealignError: the config of a model cannot be read.
     """
     undecided = {
-        role: spec
+        role: choices
         for role in experiment.roles
-        if isinstance(spec := experiment.models.get(role), TransformersModel)
-        and spec.optimizer is not None
-        and Auto.auto in (spec.gradient_checkpointing, spec.sharding.keep_rollout)
+        if (spec := experiment.models.get(role)) is not None
+        and (choices := spec.memory_choices())
         and device_of(spec).type != CPU
     }
     if not undecided:
@@ -58,7 +54,7 @@ def decide(experiment: Experiment, free: Free | None = None) -> list[Decision]:
     return [choice for device in estimate(experiment, free=free) for choice in _on_device(device, undecided)]
 
 
-def _on_device(device: DeviceEstimate, undecided: Mapping[str, TransformersModel]) -> Iterator[Decision]:
+def _on_device(device: DeviceEstimate, undecided: Mapping[str, frozenset[MemoryChoice]]) -> Iterator[Decision]:
     if device.free is None:
         return
     room, size = USABLE * device.free, f"{show(device.free)} free on the device"
@@ -66,17 +62,17 @@ def _on_device(device: DeviceEstimate, undecided: Mapping[str, TransformersModel
     copies = {
         role: device.processes * memory.sampling_copy
         for role, memory in own.items()
-        if memory.sampling_copy and undecided[role].sharding.keep_rollout is Auto.auto
+        if memory.sampling_copy and MemoryChoice.sampling_copy in undecided[role]
     }
     largest = max((device.during(role, memory.computing) for role, memory in device.roles.items()), default=0)
     keeps = largest <= room
     freed = 0 if keeps else sum(copies.values())
     for role in copies:
-        yield Decision(role, KEEPING, keeps, f"{show(largest)} with it, {size}")
+        yield Decision(role, MemoryChoice.sampling_copy, keeps, f"{show(largest)} with it, {size}")
     for role, memory in own.items():
-        if memory.training and undecided[role].gradient_checkpointing is Auto.auto:
+        if memory.training and MemoryChoice.checkpointing in undecided[role]:
             needed = device.during(role, memory.training) - freed
-            yield Decision(role, CHECKPOINTING, needed > room, f"{show(needed)} without it, {size}")
+            yield Decision(role, MemoryChoice.checkpointing, needed > room, f"{show(needed)} without it, {size}")
 
 
 def decided(experiment: Experiment, free: Free | None = None) -> Experiment:
@@ -86,13 +82,7 @@ def decided(experiment: Experiment, free: Free | None = None) -> Experiment:
         return experiment
     models: dict[str, ModelSpec] = dict(experiment.models)
     for choice in choices:
-        spec = copy.copy(models[choice.role])  # `replace` would lose an inherited tokenizer
-        assert isinstance(spec, TransformersModel)
-        if choice.setting == CHECKPOINTING:
-            spec.gradient_checkpointing = choice.on
-        else:
-            spec.sharding = replace(spec.sharding, keep_rollout=choice.on)
-        models[choice.role] = spec
+        models[choice.role] = models[choice.role].with_memory_choice(choice.setting, choice.on)
     settled = copy.copy(experiment)
     settled.models = models
     return settled

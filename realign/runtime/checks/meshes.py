@@ -2,93 +2,58 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from typing import TypedDict
 
+from realign.api.model import ModelSpec
 from realign.api.router_experts import ROUTER_EXPERTS
 from realign.engines.distributed.ranks import expected_size
-from realign.engines.distributed.sharding import Sharding, check_reference
-from realign.engines.module_reader import check_4bit
 from realign.engines.shared_model import Share, SharedModel
-from realign.engines.transformers_model import TransformersModel
 from realign.runtime.experiment import Experiment
 from realign.runtime.processes.placement import plan_groups
 
-if TYPE_CHECKING:
-    from realign.engines.distributed.divisions import Divisions
 
+class RankWork(TypedDict):
+    """What a run asks of the ranks of a role, see `ModelSpec.check_ranks`."""
 
-def ranks_of_roles(experiment: Experiment) -> dict[str, int]:
-    """Return the number of ranks of each role with a transformers model on several ranks."""
-    together = [(tuple(experiment.roles), expected_size())]
-    if experiment.runtime.starts_workers:
-        together = [(group.roles, group.devices) for group in plan_groups(experiment)]
-    return {
-        role: ranks
-        for roles, ranks in together
-        for role in roles
-        if ranks > 1 and isinstance(experiment.models.get(role), TransformersModel)
-    }
+    replays: bool
+    referenced: bool
 
 
 def describe_meshes(experiment: Experiment) -> dict[str, str]:
-    """Describe the ranks of each role's model, for roles on several ranks; see `Sharding.describe`."""
-    return {
-        role: _model(experiment, role).sharding.describe(role, ranks)
-        for role, ranks in ranks_of_roles(experiment).items()
-    }
+    """Describe the ranks of each role's model that several ranks divide; see `ModelSpec.describe_ranks`."""
+    meshes = {role: spec.describe_ranks(role, ranks) for role, spec, ranks in _on_several_ranks(experiment)}
+    return {role: mesh for role, mesh in meshes.items() if mesh is not None}
 
 
 def check_meshes(experiment: Experiment) -> None:
     """Check that the ranks of each role can divide its model.
 
     Raises:
-        ConfigError: see `MeshChecks.check`.
+        ConfigError: see `ModelSpec.check_ranks`.
     """
-    checks = MeshChecks(experiment)
-    for role, ranks in ranks_of_roles(experiment).items():
-        checks.check(role, _model(experiment, role).sharding, ranks)
+    for role, spec, ranks in _on_several_ranks(experiment):
+        spec.check_ranks(role, ranks, **rank_work(experiment, role))
 
 
-def _model(experiment: Experiment, role: str) -> TransformersModel:
-    spec = experiment.models[role]
-    assert isinstance(spec, TransformersModel)
-    return spec
+def rank_work(experiment: Experiment, role: str) -> RankWork:
+    """Return what a run asks of the ranks of a role, and of the roles that share its model."""
+    specs = [experiment.models.get(view) for view in experiment.roles]
+    return RankWork(
+        replays=any(
+            ROUTER_EXPERTS in rpc.own_keys for rpc in experiment.graph.rpcs if experiment.owner_of(rpc.model) == role
+        ),
+        referenced=any(
+            isinstance(view, SharedModel) and view.of == role and view.branch is Share.reference for view in specs
+        ),
+    )
 
 
-class MeshChecks:
-    """What the launch of an experiment requires of the meshes of its roles. It knows models by their config."""
-
-    def __init__(self, experiment: Experiment) -> None:
-        self._experiment = experiment
-        self._divisions: dict[str, Divisions] = {}
-
-    def check(self, role: str, sharding: Sharding, ranks: int) -> None:
-        """Check that ranks can divide the model of a role, which is not a `SharedModel`.
-
-        Args:
-            role: the role.
-            sharding: the mesh.
-            ranks: number of ranks; a single one can do everything.
-
-        Raises:
-            ConfigError: they can't. The message has the setting and the reason.
-        """
-        if ranks == 1:
-            return
-        spec = _model(self._experiment, role)
-        if spec.load_in_4bit:
-            check_4bit(f"models.{role}", spec.trains, spec.head, ranks)
-        views = (self._experiment.models.get(view) for view in self._experiment.roles)
-        if any(isinstance(view, SharedModel) and view.of == role and view.branch is Share.reference for view in views):
-            check_reference(role, spec.trains)
-        if role not in self._divisions:
-            self._divisions[role] = spec.divisions(role, replays=self._replays(role))
-        self._divisions[role].check(sharding, ranks)
-
-    def _replays(self, role: str) -> bool:
-        """Return whether a call of the role, or of one that shares its model, records or replays choices of experts."""
-        return any(
-            ROUTER_EXPERTS in rpc.own_keys
-            for rpc in self._experiment.graph.rpcs
-            if self._experiment.owner_of(rpc.model) == role
-        )
+def _on_several_ranks(experiment: Experiment) -> Iterator[tuple[str, ModelSpec, int]]:
+    together = [(tuple(experiment.roles), expected_size())]
+    if experiment.runtime.starts_workers:
+        together = [(group.roles, group.devices) for group in plan_groups(experiment)]
+    for roles, ranks in together:
+        for role in roles:
+            if ranks > 1 and (spec := experiment.models.get(role)) is not None:
+                yield role, spec, ranks

@@ -12,7 +12,7 @@ from realign.engines.memory import FP32, MemoryModel
 from realign.engines.network.heads import is_encoder_decoder
 from realign.engines.sampling.decode import CACHE_BYTES
 from realign.runtime.checks.device_estimate import DeviceEstimate
-from realign.runtime.checks.meshes import MeshChecks
+from realign.runtime.checks.meshes import rank_work
 from realign.runtime.processes.placement import ROLLOUT
 from realign.runtime.rollout.staleness import Staleness
 from realign.safe_yaml import load_yaml
@@ -24,7 +24,6 @@ __all__ = [
     "DeviceEstimate",
     "MemoryModel",
     "MemoryWork",
-    "MeshChecks",
     "RoleMemory",
     "Staleness",
     "build",
@@ -34,6 +33,7 @@ __all__ = [
     "is_encoder_decoder",
     "load_yaml",
     "quiet_transformers",
+    "rank_work",
     "readable",
     "split_options",
 ]

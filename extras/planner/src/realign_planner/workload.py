@@ -16,11 +16,11 @@ from realign.runtime import Experiment
 from realign.settings import Auto
 from realign_planner.internals import (
     MemoryModel,
-    MeshChecks,
     check_path,
     find_adapter,
     is_encoder_decoder,
     quiet_transformers,
+    rank_work,
     readable,
 )
 from realign_planner.options import DeviceKind, PlanOptions
@@ -181,7 +181,11 @@ def workload_of(experiment: Experiment, options: PlanOptions) -> Workload:
 
 
 def _accepts(experiment: Experiment, roles: Mapping[str, RoleLoad]) -> Callable[[str, int, MeshSizes], bool]:
-    checks = MeshChecks(experiment)
+    @cache
+    def checks(role: str) -> Callable[[Sharding, int], None]:
+        spec = experiment.models[role]
+        assert isinstance(spec, TransformersModel)  # `_role` has checked it
+        return spec.mesh_checks(role, **rank_work(experiment, role))
 
     @cache
     def accepts(role: str, ranks: int, mesh: MeshSizes) -> bool:
@@ -190,7 +194,7 @@ def _accepts(experiment: Experiment, roles: Mapping[str, RoleLoad]) -> Callable[
             return False
         sizes: dict[str, Any] = dict(mesh)
         try:
-            checks.check(role, replace(load.sharding, **sizes), ranks)
+            checks(role)(replace(load.sharding, **sizes), ranks)
         except ConfigError:
             return False
         return True
