@@ -81,11 +81,6 @@ Finite = Annotated[float, Range(gt=-math.inf, lt=math.inf)]
 Fraction = Annotated[float, Range(ge=0, le=1)]
 
 
-SETTING_OF = "setting_of"
-"""Key in the metadata of a field: import path of the class that has this setting. The class with the field accepts only
-its default, so that a preset can turn it off for both, and documents and records no such setting."""
-
-
 class Settings:
     """Base class of dataclasses that validate their enums and ranges on construction.
 
@@ -105,12 +100,6 @@ class Settings:
             value = checked(field.name, given, hints[field.name])
             if value is not given:
                 object.__setattr__(self, field.name, value)  # also of a frozen dataclass
-            if SETTING_OF in field.metadata and value != field.default:
-                only, given = ("null" if x is None else getattr(x, "name", x) for x in (field.default, value))
-                raise SettingsError(
-                    f"{field.name}={given}: {type(self).__name__} has no such setting and accepts only {only}. Use "
-                    f"{field.metadata[SETTING_OF]}"
-                )
         for name, reason in self.ineffective().items():
             if (value := getattr(self, name)) != default_of(type(self), name):
                 raise NoEffectError(type(self), name, _shown(value), reason)
@@ -141,11 +130,6 @@ def _shown(value: Any) -> str:
     if isinstance(value, list):
         return f"[{', '.join(map(str, value))}]"
     return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def own_settings(kind: Any) -> list[Field[Any]]:
-    """Return the fields of a dataclass that its constructor takes, without those of another class (`SETTING_OF`)."""
-    return [field for field in fields(kind) if field.init and SETTING_OF not in field.metadata]
 
 
 @cache
@@ -276,7 +260,6 @@ def _valid(members: tuple[Any, ...]) -> str:
 
 
 __all__ = [
-    "SETTING_OF",
     "Auto",
     "Count",
     "Finite",
@@ -288,5 +271,4 @@ __all__ = [
     "Settings",
     "checked",
     "choices_of",
-    "own_settings",
 ]

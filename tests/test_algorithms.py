@@ -16,11 +16,11 @@ from realign.api import MicroBatchSpec
 from realign.cli import commands as cli
 from realign.config import ConfigError, build_experiment, compose, resolved_config
 from realign.config.construct import import_target
+from realign.config.experiment import as_node
 from realign.config.files import experiments_dir, list_algorithms, list_experiments
 from realign.config.places import spell_out
 from realign.config.words import snake_case
 from realign.demo.arithmetic import prepare
-from realign.interfaces.grpo import GRPOActorInterface
 from realign.interfaces.policy import PolicyInterface
 from realign.runtime import Experiment
 from realign.runtime.local import LocalRuntime
@@ -137,11 +137,8 @@ QUICK = ("grpo", "ppo", "lm_human_preferences")
 )
 def test_a_preset_and_an_experiment_compose_and_each_keeps_its_values(experiment, preset):
     made, values = resolved(overrides_of(experiment, preset))
-    chosen = template("algorithm", preset)
-    owned = chosen.pop("owns")
-    given = dict(leaves(chosen))
-    if type(made.interfaces["actor"]) is GRPOActorInterface:  # it accepts only these values, and records none
-        assert (given.pop("interfaces.actor.critic"), given.pop("interfaces.actor.value")) == ("none", None)
+    reset = [f"interfaces.actor.{name}" for name in made.interfaces["actor"].ALGORITHM_SETTINGS]
+    given = dict(leaves(template("algorithm", preset)))
     for key, value in given.items():
         if isinstance(value, str) and value.startswith("${"):
             value = value_at(values, value[2:-1])
@@ -149,10 +146,13 @@ def test_a_preset_and_an_experiment_compose_and_each_keeps_its_values(experiment
         path = built["_target_"] if isinstance(built, dict) else built if key.endswith("_target_") else ""
         built = snake_case(path.rpartition(".")[2]) if path else built
         assert built == (2 if value == "???" else value), key
-    linked = {key: source for key, source in links(experiment).items() if is_within(source, [*owned, *given])}
+    default = {"interfaces": {"actor": as_node(type(made.interfaces["actor"])())}}
+    for key in [key for key in reset if not any(is_within(place, [key]) for place in given)]:
+        assert value_at(values, key) == value_at(default, key), key
+    linked = {key: source for key, source in links(experiment).items() if is_within(source, [*reset, *given])}
     assert [value_at(values, key) for key in linked] == [value_at(values, source) for source in linked.values()]
     for key, value in leaves(alone(experiment)):
-        if not is_within(key, [*owned, *given, *linked]) and not any(place.startswith(f"{key}.") for place in given):
+        if not is_within(key, [*reset, *given, *linked]) and not any(place.startswith(f"{key}.") for place in given):
             assert value_at(values, key) == value, key
     actor = made.interfaces["actor"]
     keys, batch = actor.keys("train_step"), random_batch(n_prompts=8)

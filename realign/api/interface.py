@@ -144,6 +144,9 @@ class ModelInterface(Settings):
     """What `outputs` returns, if no setting changes it; `HEADLINE` and `PANELS` likewise."""
     HEADLINE: ClassVar[tuple[str, ...]] = ()
     PANELS: ClassVar[tuple[Panel, ...]] = ()
+    ALGORITHM_SETTINGS: ClassVar[tuple[str, ...]] = ()
+    """Settings that make up the algorithm, such as `kl` or `reward.baseline`: `algorithm=NAME` resets them to the
+    defaults of the class, and then sets what its file says. Read from source, so write the names as literals."""
 
     def generate(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> SequenceSample:
         """Sample sequences from the model."""

@@ -35,7 +35,7 @@ from realign.config.experiment import COMPONENTS, REPORT, SHORTHANDS, Experiment
 from realign.config.files import GROUPS, LAUNCHER, ConfigFile, Files
 from realign.config.hydra_settings import DEFAULT_LAUNCHER, DEFAULTS, check_launcher, check_settings
 from realign.config.keys import meant_keys
-from realign.config.layers import OWNS, Layers
+from realign.config.layers import Layers
 from realign.config.places import ROOTS
 from realign.config.secret_variables import check_no_secrets, without_secrets
 from realign.config.trees import get, has, leaves, merge
@@ -92,7 +92,7 @@ def compose_layers(
         # `.hydra/config.yaml` of a run has the keys of REPORT, and can be used as an experiment file.
         values = {key: value for key, value in file.values.items() if key not in (*REPORT, "hydra")}
         _check_file(file, values)
-        below.layers.add_file(values, file.label, file.source)
+        below.layers.add_file(values, file.label, file.source, file.starts_preset)
     return _with_command_line(below, words, parsed)
 
 
@@ -240,7 +240,7 @@ def _applied(below: _FileLayers, overrides: Sequence[Override]) -> tuple[DictCon
     # For these keys, and only these, `build_experiment` turns a setting without effect into an error. A mapping counts
     # by its leaves.
     typed = {*(".".join(path) for path, _ in leaves(upper, ())), *(key for key in keys if _root(key) not in COMPONENTS)}
-    report = {"dropped": layers.dropped(plain), "owners": layers.owners, "typed": sorted(typed)}
+    report = {"dropped": layers.dropped(plain), "presets": layers.of_presets(typed), "typed": sorted(typed)}
     return config, {**plain, **report}
 
 
@@ -419,9 +419,9 @@ def _missing(keys: Sequence[str], config: Any, overrides: Sequence[str]) -> str:
         return mistake
     if has_experiment(config):
         return f"missing values: {', '.join(keys)}. Set a value, such as {keys[0]}=VALUE."
-    if preset := next((owner for owner in config["owners"].values() if owner.startswith("algorithm=")), None):
-        # Presets of policies own the objective; the others are losses on preference pairs.
-        kind = "grpo" if "interfaces.actor.objective" in config["owners"] else "dpo"
+    if preset := next(iter(config["presets"].values()), None):
+        # Presets of policies set the objective; the others are losses on preference pairs.
+        kind = "grpo" if "interfaces.actor.objective" in config["presets"] else "dpo"
         return f"{preset} changes an experiment, so choose one too, such as experiment={kind} {preset}."
     return f"missing values: {', '.join(keys)}. Start from experiment=NAME; `realign --help` lists the experiments."
 
@@ -512,9 +512,13 @@ def _known(value: Any) -> Any:
 def _check_file(file: ConfigFile, values: Mapping[str, Any]) -> None:
     """Check the values of one file, so that the message names it."""
     try:
-        if unknown := [key for key in values if key not in (*ROOT_KEYS, OWNS)]:
+        if "owns" in values:
+            raise ConfigError(
+                "remove owns: a preset resets the settings that the class of the actor lists as ALGORITHM_SETTINGS"
+            )
+        if unknown := [key for key in values if key not in ROOT_KEYS]:
             raise ConfigError(joined(unknown_key(key, [*ROOT_KEYS, *GROUPS]) for key in unknown))
-        check_values({key: value for key, value in values.items() if key != OWNS})
+        check_values(values)
     except ConfigError as error:
         raise ConfigError(f"{file.source}: {error}") from error
 

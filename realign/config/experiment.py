@@ -37,7 +37,7 @@ from realign.config.trees import has, remove
 from realign.config.words import TARGET
 from realign.errors import NoEffectError, SettingsError
 from realign.run_settings import RunSettings
-from realign.settings import Count, default_of, own_settings
+from realign.settings import Count, default_of
 
 if TYPE_CHECKING:
     from realign.api import RPC, DataflowGraph, GenerationConfig, ModelInterface, ModelSpec
@@ -49,7 +49,7 @@ MISSING: Any = "???"
 """Value of a key that must be set."""
 COMPONENTS = tuple(ROOTS)
 """Root keys that contain components. Any key may be set in them; building checks the keys against the classes."""
-REPORT = ("dropped", "owners", "typed")
+REPORT = ("dropped", "presets", "typed")
 """Root keys that only `compose` sets."""
 SHORTHANDS: Mapping[str, str] = MappingProxyType({"function": "functions"})
 """Field of a component -> the field that it is a shorthand of. A missing value (`???`) of the former is allowed if the
@@ -81,8 +81,8 @@ class ExperimentConfig(RunSettings):
     """Number of CPU threads of torch; null keeps torch's default."""
     dropped: list[str] = field(default_factory=list)
     """Set by `compose`: discarded keys of lower layers, with their file."""
-    owners: dict[str, str] = field(default_factory=dict)
-    """Set by `compose`: config key -> the layer that owns it, such as algorithm=gspo."""
+    presets: dict[str, str] = field(default_factory=dict)
+    """Set by `compose`: config key -> the preset that sets it, such as algorithm=gspo."""
     typed: list[str] = field(default_factory=list)
     """Set by `compose`: keys of the command line."""
 
@@ -132,7 +132,7 @@ def _unknown_below(place: Place, node: Any) -> Iterator[str]:
             key = f"{place.key}.{name}"
             chosen = place.chosen(target)
             cls = import_target(chosen.path, place.key) if chosen is not None else None
-            yield of_sibling(cls, key) or unknown_key(key, place.settings(target) or known)
+            yield of_sibling(cls, key) or place.of_related(name, target) or unknown_key(key, known)
 
 
 def build_experiment(config: ExperimentConfig) -> Experiment:
@@ -143,7 +143,7 @@ def build_experiment(config: ExperimentConfig) -> Experiment:
             evaluation without a model. The message names the key.
     """
     idle: list[str] = []
-    with _owners_named(config.owners):
+    with _presets_named(config.presets):
         while True:  # a constructor names one setting without effect at a time; files rarely have any
             try:
                 experiment = _build(config)
@@ -226,7 +226,6 @@ def _build(config: ExperimentConfig) -> Experiment:
         rollout=_one(config, "rollout"),
     )
     experiment.dropped = list(config.dropped)
-    _check_owned(config.owners, vars(experiment))
     experiment.resolved = resolved_config(config, experiment)
     return experiment
 
@@ -282,7 +281,8 @@ def as_node(value: Any, declared: Any = None) -> Any:
         hints = annotations_of(cls)
         said = declared is cls or cls in get_args(declared)
         node = {} if said else {TARGET: f"{cls.__module__}.{cls.__qualname__}"}
-        return node | {f.name: as_node(getattr(value, f.name), hints[f.name]) for f in own_settings(cls)}
+        fields = [f for f in dataclasses.fields(cls) if f.init]
+        return node | {f.name: as_node(getattr(value, f.name), hints[f.name]) for f in fields}
     if isinstance(value, Enum):
         return value.name.rstrip("_")  # the format of `choices_of`
     if isinstance(value, Path | str):
@@ -327,31 +327,15 @@ def _default_target(root: str) -> dict[str, str]:
     return {} if default is None else {TARGET: default}
 
 
-def _check_owned(owners: Mapping[str, str], built: Mapping[str, Any]) -> None:
-    """Raise an error if a preset lists a field under `owns` that its class does not have."""
-    for place, owner in owners.items():
-        root, *names = place.split(".")
-        value, key = built.get(root), root
-        for name in names:
-            if isinstance(value, Mapping):
-                value = value.get(name)  # a role that this experiment does not need to have
-            elif dataclasses.is_dataclass(value):
-                fields = [field.name for field in dataclasses.fields(value)]
-                if name not in fields:
-                    raise ConfigError(f"{owner}: owns lists {place}, but {unknown_key(f'{key}.{name}', fields)}")
-                value = getattr(value, name)
-            key = f"{key}.{name}"
-
-
 @contextmanager
-def _owners_named(owners: Mapping[str, str]) -> Iterator[None]:
+def _presets_named(presets: Mapping[str, str]) -> Iterator[None]:
     """Add the name of the preset to an error about a key that the class from the preset does not have."""
     try:
         yield
     except ConfigError as error:
-        for place, owner in owners.items():
+        for place, preset in presets.items():
             if f"unknown key '{place}." in str(error):
-                raise ConfigError(f"{error}; {owner} sets the class of {place}") from error
+                raise ConfigError(f"{error}; {preset} sets the class of {place}") from error
         raise
 
 

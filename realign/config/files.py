@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
@@ -46,6 +46,8 @@ class ConfigFile:
     """The word that chooses it, such as experiment=ppo."""
     values: dict[str, Any]
     """What it sets, from the root of the config, with unresolved interpolations."""
+    starts_preset: bool = False
+    """Whether it is the lowest file of a preset."""
 
 
 def experiments_dir() -> Path:
@@ -133,6 +135,8 @@ class Files:
         layers: list[ConfigFile] = []
         for entry in reversed(included):
             layers = ([file] if entry is None else self._tree(*entry, (*above, source))) + layers
+        if group == "algorithm" and not (above and above[-1].startswith("algorithm/")):
+            layers[0] = replace(layers[0], starts_preset=True)
         return layers
 
     def _included(self, defaults: Any, group: str, source: str) -> list[tuple[str, str] | None]:

@@ -25,7 +25,6 @@ from realign.config.inspection import (
     fields_of,
     first_sentence,
     is_enum,
-    settings_of,
     types_of,
 )
 from realign.config.keys import FIRST, component_at, find_keys, meant_keys, stepped
@@ -147,13 +146,13 @@ def section_of(
     place, target = component_at(path[:start], config, find)
     entry: Entry | None = own if start == 1 else None
     for depth in range(start, len(path)):
-        known = place.settings(target)
+        known = place.fields(target)
         if known is None or path[depth] not in known:
             raise ConfigError(unknown_key(".".join(path[: depth + 1]), known or ()))
         entry = _field_entry(place, target, known[path[depth]], config)
         place, target = stepped(place, target, path[depth], config)
     definition = place.chosen(target)
-    fields = place.settings(target) or {}
+    fields = place.fields(target) or {}
     entries = tuple(_field_entry(place, target, below, config) for below in fields.values())
     name = definition.name if definition is not None and entries else ""
     # A key that also accepts text is described by its own text.
@@ -204,7 +203,7 @@ def _meant(keys: Sequence[str]) -> str:
 
 def entries_of(definition: Definition) -> tuple[Entry, ...]:
     """Describe the fields of a class, with their names as keys."""
-    fields = settings_of(definition).values()
+    fields = fields_of(definition).values()
     return tuple(entry_of(f.name, types_of(f.annotation, f.module), default_of(f), f.text) for f in fields)
 
 

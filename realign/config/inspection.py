@@ -32,6 +32,8 @@ MISSING = object()
 """Default of a field that must be set."""
 SET_BY_RUN = "interfaces"
 """Parameter of a graph function that no config sets."""
+ALGORITHM_SETTINGS = "ALGORITHM_SETTINGS"
+"""Class attribute of an interface, see `ModelInterface`."""
 ENUMS = frozenset({"Enum", "StrEnum", "IntEnum"})
 OPERATORS: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = MappingProxyType(
     {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Pow: operator.pow}
@@ -52,8 +54,6 @@ class Field:
     """The string after the field, or its line in the docstring; empty if there is none."""
     module: str
     """Module in which the names of annotation and default are resolved."""
-    is_foreign: bool = False
-    """Whether it is a setting of another class (`SETTING_OF`), so that this class accepts only the default."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,6 +76,8 @@ class Definition:
     """Names of the abstract ones."""
     dataclass: bool = False
     """Whether the class itself has the decorator `dataclass`."""
+    algorithm: tuple[str, ...] = ()
+    """Names that the class itself writes in `ALGORITHM_SETTINGS`; it has those of its base classes too."""
     returns: str | None = None
     """Return annotation of a function; None for a class."""
 
@@ -234,8 +236,7 @@ def _class(node: ast.ClassDef, module: str) -> Definition:
             if "ClassVar" in annotation or "InitVar" in annotation or default is NotImplemented:
                 constants |= {name: after} if statement.value is not None else {}
             elif not name.startswith("_"):
-                foreign = statement.value is not None and "SETTING_OF" in ast.unparse(statement.value)
-                fields[name] = Field(name, annotation, default, after or described.get(name, ""), module, foreign)
+                fields[name] = Field(name, annotation, default, after or described.get(name, ""), module)
         elif isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
             constants[statement.targets[0].id] = after
         elif isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -245,7 +246,21 @@ def _class(node: ast.ClassDef, module: str) -> Definition:
     decorators = [ast.unparse(decorator).partition("(")[0].rpartition(".")[2] for decorator in node.decorator_list]
     bases = tuple(ast.unparse(base).partition("[")[0] for base in node.bases)
     is_decorated = "dataclass" in decorators
-    return Definition(module, node.name, text, bases, fields, constants, methods, tuple(abstract), is_decorated)
+    algorithm = _algorithm(node)
+    return Definition(
+        module, node.name, text, bases, fields, constants, methods, tuple(abstract), is_decorated, algorithm
+    )
+
+
+def _algorithm(node: ast.ClassDef) -> tuple[str, ...]:
+    """Return the texts in the value of `ALGORITHM_SETTINGS`."""
+    for statement in node.body:
+        if isinstance(statement, ast.Assign | ast.AnnAssign) and statement.value is not None:
+            target = statement.target if isinstance(statement, ast.AnnAssign) else statement.targets[0]
+            if ast.unparse(target) == ALGORITHM_SETTINGS:
+                below = (node.value for node in ast.walk(statement.value) if isinstance(node, ast.Constant))
+                return tuple(text for text in below if isinstance(text, str))
+    return ()
 
 
 def _default(value: ast.expr | None) -> Any:
@@ -340,9 +355,11 @@ def _from_cache(name: str, key: list[Any]) -> Module | None:
     return None
 
 
-def _definition(*, fields: Mapping[str, Any], bases: list[str], abstract: list[str], **values: Any) -> Definition:
+def _definition(*, fields: Mapping[str, Any], **values: Any) -> Definition:
     declared = {name: Field(**field) for name, field in fields.items()}
-    return Definition(fields=declared, bases=tuple(bases), abstract=tuple(abstract), **values)
+    # JSON has lists in place of tuples.
+    plain: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    return Definition(fields=declared, **plain)
 
 
 def _to_cache(name: str, key: list[Any], module: Module) -> None:
@@ -415,7 +432,8 @@ def _living(module: str, name: str) -> Definition | None:
     abstract = tuple(name for name in methods if getattr(vars(thing)[name], "__isabstractmethod__", False))
     text = "" if thing.__doc__ is None else inspect.cleandoc(thing.__doc__)
     decorated = dataclasses.is_dataclass(thing)
-    return Definition(module, thing.__name__, text, bases, fields, {}, methods, abstract, decorated)
+    algorithm = tuple(vars(thing).get(ALGORITHM_SETTINGS, ()))
+    return Definition(module, thing.__name__, text, bases, fields, {}, methods, abstract, decorated, algorithm)
 
 
 def _parameters(method: Any) -> str:
@@ -455,9 +473,9 @@ def fields_of(definition: Definition) -> dict[str, Field]:
     return fields
 
 
-def settings_of(definition: Definition) -> dict[str, Field]:
-    """Return the fields of a class without those that are settings of another class."""
-    return {name: field for name, field in fields_of(definition).items() if not field.is_foreign}
+def algorithm_settings(definition: Definition) -> list[str]:
+    """Return the settings of an interface that `algorithm=NAME` resets."""
+    return [name for ancestor in ancestry(definition) for name in ancestor.algorithm]
 
 
 def docstring(definition: Definition) -> str:

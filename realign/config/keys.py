@@ -58,7 +58,7 @@ def keys_below(path: tuple[str, ...], config: Mapping[str, Any], depth: int = DE
     waiting: list[tuple[Place, Any, int]] = [(*component_at(path, config), depth)]
     while waiting:
         place, target, left = waiting.pop()
-        for name in place.settings(target) or ():
+        for name in place.fields(target) or ():
             child, below = stepped(place, target, name, config)
             yield child.key
             if left > 1 and is_dataclass(child.chosen(below)):

@@ -1,16 +1,16 @@
 """Layers of a config: the files, from the lowest to `algorithm=`, and the command line as the highest layer.
 
 A layer that selects a class for a component discards the fields that lower layers set for another class. Fields for the
-same class are merged. A layer that lists a key under `owns` discards all lower values of this key. Values are plain:
-interpolations are text until all layers are merged. Classes are imported only if two layers select different classes.
+same class are merged. A preset first discards what lower layers set in the settings of its algorithm, which the classes
+of the interfaces name. Values are plain: interpolations are text until all layers are merged. Classes are imported only
+if two layers select different classes.
 """
 
 from __future__ import annotations
 
 import copy
-import difflib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,13 +18,11 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from realign.config.command_line import Word
-from realign.config.errors import ConfigError, suggest
+from realign.config.errors import ConfigError
+from realign.config.inspection import algorithm_settings
 from realign.config.places import ROOTS, Place, place_of
 from realign.config.trees import MISSING, Path, get, has, leaves, merge, remove
-from realign.config.words import NONE, TARGET, is_word, snake_case
-
-OWNS = "owns"
-"""Key of a file that lists the config keys that the file owns."""
+from realign.config.words import TARGET, is_word
 
 
 @dataclass(frozen=True)
@@ -51,26 +49,25 @@ class Layers:
     """Path of a value -> the highest file that sets it."""
     drops: list[Dropped] = field(default_factory=list)
     """Discarded keys."""
-    owners: dict[str, str] = field(default_factory=dict)
-    """Config key -> the layer that owns it, such as algorithm=gspo."""
 
     def __post_init__(self) -> None:
         self._view = self.tree
         """What the next layer is compared with: the tree, without the keys that the command line deletes."""
 
-    def add_file(self, values: Mapping[str, Any], label: str, source: str) -> None:
+    def add_file(self, upper: dict[str, Any], label: str, source: str, starts_preset: bool = False) -> None:
         """Add a file on top of the files so far.
 
         Args:
-            values: Plain values, from the root.
+            upper: Plain values, from the root.
             label: Name of the layer, such as experiment=ppo.
             source: Path of the file, for messages.
+            starts_preset: Whether it is the lowest file of a preset.
 
         Raises:
-            ConfigError: `owns` lists an unknown key, or a word is invalid.
+            ConfigError: a word is invalid.
         """
-        upper = {key: value for key, value in values.items() if key != OWNS}
-        self._own(values.get(OWNS), upper, label)
+        if starts_preset:
+            self._reset_algorithm(label)
         self._lay(upper, label)
         self.sources |= {path: source for path, _ in leaves(upper, ())}
         merge(self.tree, upper)
@@ -86,9 +83,8 @@ class Layers:
             The import path of the class for each key whose word must be rewritten.
 
         Raises:
-            ConfigError: an override contradicts the owner of its key, or a word is invalid.
+            ConfigError: a word is invalid.
         """
-        self._check_owned(tree, deleted)
         self._view = copy.deepcopy(self.tree)
         for path in deleted:
             remove(self._view, path)
@@ -97,6 +93,23 @@ class Layers:
     def dropped(self, final: Mapping[str, Any]) -> list[str]:
         """Return the discarded keys whose values differ from the final ones, with their file and the higher layer."""
         return [str(drop) for drop in self.drops if get(final, drop.path, MISSING) != drop.value]
+
+    def of_presets(self, typed: Container[str]) -> dict[str, str]:
+        """Return the preset, such as algorithm=gspo, for each key of which it has the last word."""
+        set_by = {".".join(path).removesuffix(f".{TARGET}"): source for path, source in self.sources.items()}
+        presets = {key: source for key, source in set_by.items() if source.startswith("algorithm/")}
+        named = {key: source.removesuffix(".yaml").replace("/", "=") for key, source in presets.items()}
+        return {key: preset for key, preset in named.items() if key not in typed and f"{key}.{TARGET}" not in typed}
+
+    # --- presets ---
+
+    def _reset_algorithm(self, by: str) -> None:
+        """Discard the values of the settings that make up the algorithm, so that the defaults of the class apply."""
+        for role in self.tree["interfaces"]:
+            path = ("interfaces", role)
+            chosen = place_of(path).chosen(self._text(self._mapping(path).get(TARGET)))
+            for name in () if chosen is None else algorithm_settings(chosen):
+                self._drop((*path, *name.split(".")), by)
 
     # --- class selection ---
 
@@ -188,45 +201,6 @@ class Layers:
                     else:
                         self._drop(field_path, by)
 
-    # --- keys that a layer owns ---
-
-    def _own(self, owned: Any, upper: Mapping[str, Any], by: str) -> None:
-        """Discard the lower values of the keys that a layer lists under `owns`."""
-        if owned is None:
-            return
-        if not isinstance(owned, list) or not all(isinstance(key, str) for key in owned):
-            raise ConfigError(
-                f"{by}: {OWNS} takes a list of keys, such as [interfaces.actor.objective], found {owned!r}"
-            )
-        for key in owned:
-            path = tuple(key.split("."))
-            self._check_place(path, upper, by)
-            self._drop(path, by)
-            self.owners[key] = by
-
-    def _check_place(self, path: Path, upper: Mapping[str, Any], by: str) -> None:
-        where = f"{by}: {OWNS} lists {'.'.join(path)}"
-        if path[0] not in ROOTS:
-            raise ConfigError(f"{where}, but there is no {path[0]!r}{suggest(path[0], ROOTS)}")
-        if ROOTS[path[0]].per_role and len(path) > 1:
-            roles = {role for tree in (self.tree, upper) for role in tree.get(path[0]) or ()}
-            if path[1] not in roles and difflib.get_close_matches(path[1], roles, cutoff=0.75):
-                raise ConfigError(f"{where}, but there is no role {path[1]!r}{suggest(path[1], roles)}")
-
-    def _check_owned(self, tree: Mapping[str, Any], deleted: Sequence[Path]) -> None:
-        """Raise an error for overrides that replace an owned component. Fields of its class may be overridden."""
-        for key, owner in self.owners.items():
-            path = tuple(key.split("."))
-            lower, upper = get(self._view, path, MISSING), get(tree, path, MISSING)
-            if lower is MISSING:
-                continue
-            if any(path[: len(gone)] == gone for gone in deleted):
-                raise ConfigError(f"~{key} contradicts {owner}, which sets {key}; remove one of them")
-            if upper is not MISSING and _contradicts(upper, lower):
-                raise ConfigError(
-                    f"{key}: {_shown(upper)} contradicts {owner}, which sets it to {_shown(lower)}; remove one of them"
-                )
-
     # --- changes ---
 
     def _drop(self, path: Path, by: str | None) -> None:
@@ -234,20 +208,11 @@ class Layers:
         if not has(self._view, path):
             return
         for leaf, value in list(leaves(get(self._view, path), path)):
-            if (source := self.sources.get(leaf)) is None:  # a default of the schema, which nobody has written
+            if (source := self.sources.pop(leaf, None)) is None:  # a default of the schema, which nobody has written
                 continue
-            if by is None and (owned := self._owner_of(leaf)) is not None:
-                place, owner = owned
-                raise ConfigError(f"{place}: the command line chooses another class than {owner}; remove one of them")
             self.drops.append(Dropped(leaf, value, source, by or "the command line"))
         remove(self._view, path)
         remove(self.tree, path)
-        for key in [key for key in self.owners if tuple(key.split("."))[: len(path)] == path]:
-            del self.owners[key]  # a higher layer sets this key now
-
-    def _owner_of(self, path: Path) -> tuple[str, str] | None:
-        owned = ((key, by) for key, by in self.owners.items() if path[: key.count(".") + 1] == tuple(key.split(".")))
-        return next(owned, None)
 
     def _expand(self, path: Path) -> None:
         """Replace an interpolation of a whole component by one interpolation per value, so that a layer can set some.
@@ -306,27 +271,6 @@ def _resolved(place: Place, word: Word) -> str:
     if target is None:
         raise ConfigError(f"{place.key}={word.text} is not a component, but a further key sets a field of it")
     return target
-
-
-def _contradicts(upper: Any, lower: Any) -> bool:
-    """Return whether an override contradicts the owner of its key. The classes of two mappings are compared later."""
-    if isinstance(upper, dict):
-        if lower is None or lower == NONE:
-            return True
-        return is_word(lower) and TARGET in upper and lower != _word_of(upper[TARGET])
-    if isinstance(lower, dict):
-        return not is_word(upper)
-    return bool(upper != lower) and {upper, lower} != {None, NONE}
-
-
-def _word_of(target: Any) -> str:
-    return target.text if isinstance(target, Word) else snake_case(str(target).rpartition(".")[2])
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, dict):
-        return _word_of(value[TARGET]) if TARGET in value else "a component"
-    return NONE if value is None else str(value)
 
 
 def _root_places(root: str, node: Any) -> Iterator[tuple[Path, Any]]:

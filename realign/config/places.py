@@ -27,7 +27,6 @@ from realign.config.inspection import (
     is_abstract,
     is_dataclass,
     is_protocol,
-    settings_of,
     takes_calls_of,
     types_of,
 )
@@ -124,10 +123,14 @@ class Place:
         definition = self.chosen(target)
         return None if definition is None else fields_of(definition)
 
-    def settings(self, target: Any) -> dict[str, Field] | None:
-        """Return `fields` without those that are settings of another class."""
-        definition = self.chosen(target)
-        return None if definition is None else settings_of(definition)
+    def of_related(self, name: str, target: Any) -> str:
+        """Return the message about an unknown field that choices with a common base class have; empty if none has."""
+        chosen, kinds = self.chosen(target), [kind.definition for kind in self.declared[0] if kind.definition]
+        common = {*ancestry(chosen)[1:]}.difference(*map(ancestry, kinds)) if chosen is not None else set()
+        choices = (choice for kind in kinds for choice in words_of(kind).values()) if common else ()
+        having = [c.name for c in choices if common & {*ancestry(c)} and name in fields_of(c)]
+        key, what = f"{self.key}.{name}", " and ".join(having)
+        return f"unknown key {key!r}: it is a setting of {what}, not of {chosen.name}" if chosen and having else ""
 
     def of_word(self, word: str) -> str | None:
         """Return the import path of the class that a word selects here; None if this place accepts no words.

@@ -133,6 +133,15 @@ class DPOInterface(ModelInterface):
         Panel("accuracy on preferences", {"rewards/accuracy": "training batch"}),
         Panel("margin of implicit rewards", {"rewards/margin": "training batch"}),
     )
+    ALGORITHM_SETTINGS: ClassVar[tuple[str, ...]] = (
+        "kind",
+        "beta",
+        "reference_free",
+        "length_normalized",
+        "target_margin",
+        "label_smoothing",
+        "sft_coef",
+    )
 
     n_minibatches: Count = 1
     """Optimizer steps per batch of prompts."""

@@ -54,7 +54,6 @@ from realign.interfaces.components import (
     Aggregation,
     Clip,
     Correction,
-    Critic,
     EarlyStop,
     Estimate,
     KLPenalty,
@@ -65,7 +64,6 @@ from realign.interfaces.components import (
     RewardShaping,
     TokenMean,
     Truncation,
-    ValueObjective,
     advantage_stats,
     first_logprob_diff,
     normalized_advantages,
@@ -80,9 +78,7 @@ from realign.interfaces.components import (
 from realign.interfaces.components.truncation import end_tokens
 from realign.interfaces.greedy import GreedyInterface
 from realign.interfaces.reference import ReferenceInterface
-from realign.settings import SETTING_OF, Count, NonNegativeInt
-
-PPO = "realign.interfaces.ppo.PPOActorInterface"
+from realign.settings import Count, NonNegativeInt
 
 
 @dataclass
@@ -99,6 +95,15 @@ class PolicyInterface(ModelInterface):
         "teacher_kl",
     )
     PANELS = POLICY_PANELS
+    ALGORITHM_SETTINGS: ClassVar[tuple[str, ...]] = (
+        "advantage",
+        "adv_norm",
+        "credit_per_minibatch",
+        "objective",
+        "aggregation",
+        "kl",
+        "reward.baseline",
+    )
     reads_images: ClassVar[bool] = True
 
     generation: GenerationConfig = field(default_factory=GenerationConfig)
@@ -136,11 +141,6 @@ class PolicyInterface(ModelInterface):
     """KL penalty against the reference policy, in the reward or in the loss: kl_penalty, or your own."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus in the loss (nats per token)."""
-    # PPO's settings, which presets turn off whatever the class of the actor: these defaults are valid for every policy.
-    critic: Critic = field(default=Critic.none, repr=False, metadata={SETTING_OF: PPO})
-    value: ValueObjective | None = field(default=None, repr=False, metadata={SETTING_OF: PPO})
-    critic_warmup_steps: NonNegativeInt = field(default=0, repr=False, metadata={SETTING_OF: PPO})
-    ptx_coef: float = field(default=0.0, repr=False, metadata={SETTING_OF: PPO})
     aggregation: Aggregation = field(default_factory=TokenMean)
     """How to average the loss over tokens and sequences: token_mean, seq_mean_token_mean, seq_mean_token_sum or
     constant."""

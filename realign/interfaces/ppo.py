@@ -33,6 +33,7 @@ class PPOActorInterface(PolicyInterface):
     """The policy of PPO, with or without a critic."""
 
     HEADLINE = (*PolicyInterface.HEADLINE, "explained_variance")
+    ALGORITHM_SETTINGS = (*PolicyInterface.ALGORITHM_SETTINGS, "critic", "critic_warmup_steps", "value")
 
     critic: Critic = Critic.none
     """Where values come from: none (no critic), own (a model of its own) or shared (a head on the actor)."""

@@ -95,6 +95,8 @@ class Style(Enum):
 
 @dataclass
 class Actor(ModelInterface):
+    ALGORITHM_SETTINGS = ("objective", "correction", "style")
+
     objective: Objective = field(default_factory=lambda: Clip(high=0.25))
     advantage: Advantage = field(default_factory=GAE)
     correction: ImportanceCorrection | None = None

@@ -69,7 +69,7 @@ def test_a_file_is_read_again_when_it_changes(here):
 
 def test_a_presets_of_a_file_is_replaced_by_the_command_line(here):
     config = compose(["./ein ordner/mein lauf.yaml", "algorithm=rloo"])
-    assert config.owners["interfaces.actor.objective"] == "algorithm=rloo"
+    assert config.presets["interfaces.actor.objective"] == "algorithm=rloo"
 
 
 @pytest.mark.parametrize(

@@ -30,8 +30,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "experiment/base": BASE,
         "experiment/clipped": clipped,
         "experiment/swept": f"{clipped}hydra: {{sweeper: {{params: {{{ACTOR}.objective: 'clip,gspo'}}}}}}\n",
-        "algorithm/one": f"owns: [{ACTOR}.objective]\ninterfaces: {{actor: {{objective: {GSPO}}}}}\n",
-        "algorithm/two": f"owns: [{ACTOR}.objective]\ninterfaces: {{actor: {{objective: tight_clip}}}}\n",
+        "algorithm/one": f"interfaces: {{actor: {{objective: {GSPO}}}}}\n",
+        "algorithm/two": "interfaces: {actor: {objective: tight_clip}}\n",
     }
     for name, text in files.items():
         file = tmp_path / "conf" / f"{name}.yaml"
@@ -87,9 +87,9 @@ def test_a_sweep_may_stand_in_a_users_file(here):
     assert objectives("-m", "experiment=swept") == [Clip(low=0.3, dual=3), Gspo()]
 
 
-def test_a_contradiction_in_a_sweep_is_an_error_before_the_first_run(here):
-    with pytest.raises(ConfigError, match="algorithm=one"):
-        configs("-m", "experiment=clipped", "algorithm=one", f"{ACTOR}.objective=gspo,clip")
+def test_a_mistake_in_a_sweep_is_an_error_before_the_first_run(here):
+    with pytest.raises(ConfigError, match="unknown choice 'clipp'"):
+        configs("-m", "experiment=clipped", "algorithm=one", f"{ACTOR}.objective=gspo,clipp")
 
 
 def test_the_run_of_a_command_line_is_that_of_compose(here, monkeypatch):

@@ -37,6 +37,7 @@ def test_fields_and_texts_are_those_of_the_imported_classes(components):
             assert (inspection.default_of(fields[field.name]) is MISSING) == required, (cls, field.name)
         assert inspection.docstring(definition) == inspect.getdoc(cls), cls
         assert inspection.is_abstract(definition) == inspect.isabstract(cls), cls
+        assert {*inspection.algorithm_settings(definition)} == {*getattr(cls, "ALGORITHM_SETTINGS", ())}, cls
 
 
 def test_defaults_are_those_of_the_imported_classes(components):

@@ -72,8 +72,8 @@ class Folder:
         """Write an experiment that overrides fields of the actor of another experiment."""
         self.write(f"experiment/{name}", f"defaults: [{parent}, _self_]\ninterfaces: {{actor: {fields}}}\n")
 
-    def preset(self, name: str, owns: str, fields: str) -> None:
-        self.write(f"algorithm/{name}", f"owns: {owns}\ninterfaces: {{actor: {fields}}}\n")
+    def preset(self, name: str, fields: str) -> None:
+        self.write(f"algorithm/{name}", f"interfaces: {{actor: {fields}}}\n")
 
     def experiment(self, *overrides: str, name: str = "base"):
         return build_experiment(compose([f"experiment={name}", *overrides], self.path))
@@ -309,7 +309,7 @@ def test_a_component_inside_a_discarded_one_is_discarded_with_it(folder):
 
 def test_an_optional_component_that_is_discarded_leaves_nothing_behind(folder):
     folder.actor("corrected", "{correction: {cap: 3}}")
-    folder.preset("plain", "[interfaces.actor.correction]", "{epochs: 3}")
+    folder.preset("plain", "{epochs: 3}")
     made = folder.experiment("algorithm=plain", name="corrected")
     assert made.interfaces["actor"].correction is None
     assert made.dropped == ["interfaces.actor.correction.cap=3 of experiment/corrected.yaml (by algorithm=plain)"]
@@ -387,14 +387,13 @@ def test_keys_can_be_deleted(folder, words, expected):
 @pytest.fixture
 def presets(folder: Folder) -> Folder:
     folder.actor("clipped", "{objective: {low: 0.3, dual: 3}, correction: {cap: 3}, epochs: 6, label: mine}")
-    owned = "[interfaces.actor.objective, interfaces.actor.correction, interfaces.actor.style]"
-    folder.preset("mine", owned, f"{{objective: {{_target_: {HERE}.Gspo, low: 0.01}}, style: gspo}}")
-    folder.preset("worded", owned, "{objective: gspo, correction: null}")
-    folder.preset("clip", owned, "{objective: clip}")
+    folder.preset("mine", f"{{objective: {{_target_: {HERE}.Gspo, low: 0.01}}, style: gspo}}")
+    folder.preset("worded", "{objective: gspo}")
+    folder.preset("clip", "{objective: clip}")
     return folder
 
 
-def test_a_preset_discards_what_experiments_say_of_its_places_and_nothing_else(presets):
+def test_a_preset_resets_the_settings_of_the_algorithm_and_nothing_else(presets):
     made = presets.experiment("algorithm=mine", name="clipped")
     assert made.interfaces["actor"] == Actor(
         objective=Gspo(low=0.01), style=made.interfaces["actor"].style, epochs=6, label="mine"
@@ -406,7 +405,6 @@ def test_a_preset_discards_what_experiments_say_of_its_places_and_nothing_else(p
     ]
     # the class is the same, and its fields are still discarded
     assert presets.built("algorithm=clip", name="clipped").objective == Clip()
-    assert "owns" not in compose(["experiment=clipped", "algorithm=mine"], presets.path).interfaces
 
 
 def test_a_field_on_the_command_line_applies_to_the_class_of_the_preset(presets):
@@ -419,48 +417,63 @@ def test_a_field_on_the_command_line_applies_to_the_class_of_the_preset(presets)
 
 
 @pytest.mark.parametrize(
-    ("words", "parts"),
+    ("words", "expected"),
     [
-        (["algorithm=mine", "objective=clip"], ["objective", "algorithm=mine"]),
-        (["algorithm=mine", f"objective._target_={HERE}.Clip"], ["objective", "algorithm=mine"]),
-        (["algorithm=mine", f"objective={{_target_: {HERE}.Clip, dual: 3}}"], ["objective", "algorithm=mine"]),
-        (["algorithm=mine", "objective=clip", "objective.dual=3"], ["objective", "algorithm=mine"]),
-        (
-            ["algorithm=mine", "objective.dual=3"],
-            ["unknown key 'interfaces.actor.objective.dual'", "algorithm=mine"],
-        ),
-        (
-            ["algorithm=mine", "objective=null"],
-            ["objective: none contradicts algorithm=mine, which sets it to gspo"],
-        ),
-        (["algorithm=mine", "~objective"], ["~interfaces.actor.objective contradicts algorithm=mine"]),
-        (
-            ["algorithm=mine", "style=none"],
-            ["interfaces.actor.style: none contradicts algorithm=mine", "to gspo"],
-        ),
-        (["algorithm=worded", "objective=clip"], ["objective: clip contradicts algorithm=worded", "sets it to gspo"]),
-        (["algorithm=worded", "objective=clip", "objective.low=0.1"], ["objective: clip contradicts algorithm=worded"]),
-        (["algorithm=worded", "correction.cap=3"], ["correction: a component contradicts algorithm=worded", "to none"]),
-        (["algorithm=worded", "correction=importance_correction"], ["correction: importance_correction contradicts"]),
-        (
-            ["algorithm=mine", "_target_=tests.config_parts.Actor"],
-            ["interfaces.actor.objective", "algorithm=mine"],
-        ),
+        (["objective=clip"], Clip()),
+        ([f"objective._target_={HERE}.Clip"], Clip()),
+        ([f"objective={{_target_: {HERE}.Clip, dual: 3}}"], Clip(dual=3)),
+        (["objective.dual=3", "objective=clip"], Clip(dual=3)),
+        (["~objective"], Clip(high=0.25)),  # the default of the class, not the experiment's
+        (["~objective.low"], Gspo()),
     ],
 )
-def test_the_command_line_may_not_contradict_a_preset(presets, words, parts):
-    prefixed = [
-        w if w.startswith("algorithm") else f"~interfaces.actor.{w[1:]}" if w[0] == "~" else f"interfaces.actor.{w}"
-        for w in words
-    ]
-    message = presets.error(*prefixed, name="clipped")
-    for part in parts:
-        assert part in message, message
+def test_what_is_typed_wins_over_a_preset(presets, words, expected):
+    prefixed = [f"~interfaces.actor.{w[1:]}" if w[0] == "~" else f"interfaces.actor.{w}" for w in words]
+    made = presets.built("algorithm=mine", *prefixed, name="clipped")
+    assert (made.objective, made.style.name, made.correction) == (expected, "gspo", None)
 
 
-def test_a_place_that_a_preset_owns_and_leaves_alone_can_be_set(presets):
+def test_a_typed_class_discards_the_fields_of_the_preset_and_the_launch_says_so(presets):
+    made = presets.experiment("algorithm=mine", f"{OBJECTIVE}=tight_clip", name="clipped")
+    assert made.dropped[-1] == f"{OBJECTIVE}.low=0.01 of algorithm/mine.yaml (by the command line)"
+
+
+def test_a_key_that_the_class_of_a_preset_does_not_have_names_the_preset(presets):
+    message = presets.error("algorithm=mine", f"{OBJECTIVE}.dual=3", name="clipped")
+    assert "unknown key 'interfaces.actor.objective.dual'" in message
+    assert message.endswith("; algorithm=mine sets the class of interfaces.actor.objective")
+    typed = presets.error("algorithm=mine", f"{OBJECTIVE}=gspo", f"{OBJECTIVE}.dual=3", name="clipped")
+    assert "algorithm=mine" not in typed
+
+
+def test_a_setting_that_a_preset_resets_and_leaves_alone_can_be_set(presets):
     made = presets.built("algorithm=mine", "interfaces.actor.correction.cap=9", name="clipped")
     assert made.correction == ImportanceCorrection(cap=9)
+
+
+def test_a_preset_on_a_preset_resets_once_and_a_second_preset_again(presets):
+    presets.write("algorithm/child", "defaults: [mine, _self_]\ninterfaces: {actor: {objective: {high: 0.02}}}\n")
+    made = presets.experiment("algorithm=child", name="clipped").interfaces["actor"]
+    assert (made.objective, made.style.name, made.epochs) == (Gspo(low=0.01, high=0.02), "gspo", 6)
+    presets.write("experiment/on_child", "defaults: [clipped, _self_, /algorithm/child]\nsteps: 3\n")
+    assert presets.built("algorithm=worded", name="on_child") == presets.built("algorithm=worded", name="clipped")
+
+
+def test_a_preset_resets_the_settings_that_a_users_class_adds_and_those_of_its_base_class(folder, mine):
+    own = """
+@dataclass
+class Shaped(Actor):
+    ALGORITHM_SETTINGS = (*Actor.ALGORITHM_SETTINGS, "terms.first", "label")
+    objective: Objective = field(default_factory=Square)
+"""
+    (folder.path / "my_file.py").write_text(MINE + own, encoding="utf-8")
+    fields = "objective: clip, label: y, only_here: 2, terms: {first: clip, second: clip}"
+    folder.actor("shaped", f"{{_target_: {mine}.Shaped, {fields}}}")
+    folder.preset("leaf", "{style: gspo}")
+    made = folder.built("algorithm=leaf", name="shaped")
+    assert (type(made).__name__, type(made.objective).__name__) == ("Shaped", "Square")
+    assert (made.label, made.only_here) == ("x", 2)
+    assert made.terms == {"second": Clip()}
 
 
 def test_an_experiment_may_build_on_a_preset_and_choose_otherwise(presets):
@@ -476,26 +489,15 @@ def test_an_experiment_may_build_on_a_preset_and_choose_otherwise(presets):
     assert presets.built(f"{OBJECTIVE}=tight_clip", name="otherwise").objective == TightClip()
 
 
-@pytest.mark.parametrize(
-    ("owns", "message"),
-    [
-        ("interfaces.actor.objective", "algorithm=bad: owns takes a list of keys"),
-        (
-            "[interfaces.actor.objectiv]",
-            "lists interfaces.actor.objectiv, but unknown key 'interfaces.actor.objectiv'; ",
-        ),
-        ("[interfces.actor.objective]", "there is no 'interfces'; did you mean 'interfaces'?"),
-        ("[interfaces.actr.objective]", "there is no role 'actr'; did you mean 'actor'?"),
-    ],
-)
-def test_a_preset_that_owns_something_unknown_is_an_error(folder, owns, message):
-    folder.preset("bad", owns, "{epochs: 1}")
-    assert message in folder.error("algorithm=bad")
+def test_a_preset_that_lists_what_it_owns_is_told_to_leave_it_out(folder):
+    folder.write("algorithm/old", "owns: [interfaces.actor.objective]\ninterfaces: {actor: {epochs: 1}}\n")
+    assert "algorithm/old.yaml: remove owns: a preset resets the settings" in folder.error("algorithm=old")
 
 
-def test_a_preset_may_own_places_of_roles_that_an_experiment_lacks(folder):
-    folder.preset("critic", "[interfaces.critic.objective]", "{epochs: 1}")
-    assert folder.built("algorithm=critic").epochs == 1
+def test_a_preset_over_an_interface_without_settings_of_an_algorithm_is_merged(folder):
+    folder.actor("sequence", f"{{_target_: {HERE}.SequenceActor, objective: {{low: 0.01}}}}")
+    folder.preset("leaf", "{objective: {high: 0.02}}")
+    assert folder.built("algorithm=leaf", name="sequence").objective == Gspo(low=0.01, high=0.02)
 
 
 def test_no_preset_can_be_chosen(presets):
@@ -535,6 +537,6 @@ def test_the_highest_file_decides_which_rollout_is_chosen(folder):
 
 def test_only_the_composition_reports(folder):
     assert "only realign sets dropped" in folder.error("dropped=[a]")
-    folder.write("experiment/saved", "defaults: [base, _self_]\ndropped: [a]\nowners: {a: b}\n")
+    folder.write("experiment/saved", "defaults: [base, _self_]\ndropped: [a]\npresets: {a: b}\n")
     config = compose(["experiment=saved"], folder.path)
-    assert (config.dropped, config.owners) == ([], {})
+    assert (config.dropped, config.presets) == ([], {})

@@ -17,11 +17,8 @@ from realign.interfaces.components import (
     KLPlace,
     Normalization,
     RewardShaping,
-    ValueObjective,
 )
 from realign.interfaces.grpo import GRPOActorInterface
-from realign.interfaces.ppo import PPOActorInterface
-from realign.settings import own_settings
 from realign.testing import BigramEngine, random_batch
 
 
@@ -233,23 +230,6 @@ def test_dr_grpo_by_flags():
     out = interface.estimate_advantages(Model("actor", BigramEngine()), batch([[1.0, 0.0]]))
     assert out["advantages"].tolist() == pytest.approx([0, 0.5, 0.5, 0, -0.5, -0.5])
     assert interface.loss_weight(out) == 20
-
-
-@pytest.mark.parametrize(
-    "given", [{"critic": "own"}, {"critic": "shared"}, {"value": ValueObjective()}, {"ptx_coef": 1.0}]
-)
-def test_settings_of_ppo_raise_with_the_class_that_has_them(given):
-    (name,) = given
-    with pytest.raises(SettingsError, match=rf"^{name}=.* Use realign\.interfaces\.ppo\.PPOActorInterface$"):
-        GRPOActorInterface(**given)
-
-
-def test_settings_with_which_presets_turn_ppo_off_are_accepted_and_hidden():
-    off = {"critic": "none", "value": None, "critic_warmup_steps": 0, "ptx_coef": 0}
-    assert GRPOActorInterface(**off) == GRPOActorInterface()
-    assert not off.keys() & {field.name for field in own_settings(GRPOActorInterface)}
-    assert off.keys() <= {field.name for field in own_settings(PPOActorInterface)}
-    assert "critic" not in repr(GRPOActorInterface())
 
 
 def test_a_greedy_baseline_raises_where_the_mean_of_the_group_would_cancel_it():
