@@ -91,13 +91,6 @@ class Cache:
                 return why
         return None
 
-    def names(self) -> list[str]:
-        """Return the names of the files and folders in the folder; none if another user could write to it."""
-        with suppress(OSError):
-            if self.why_not() is None:
-                return sorted(path.name for path in self.folder.iterdir())
-        return []
-
     def read(self, name: str) -> bytes | None:
         """Return the content of a file; None if there is none, or another user could have written it."""
         path = self.folder / name

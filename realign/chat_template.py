@@ -43,6 +43,8 @@ def fixed_arguments(tokenizer: Any, options: Mapping[str, Any]) -> list[str]:
         tokenizer: Tokenizer of transformers.
         options: Options that come from a row or a request.
     """
+    if not options:  # of almost all rows, for each of which this is called
+        return []
     return sorted({*options} & {*inspect.signature(tokenizer.apply_chat_template).parameters} - {"documents"})
 
 

@@ -124,4 +124,4 @@ def fill(worker: int) -> int:
 def test_processes_that_write_the_same_files_never_read_a_wrong_one():
     with multiprocessing.get_context("fork").Pool(3) as pool:
         assert pool.map(fill, range(3)) == [0, 0, 0]
-    assert set(Cache("tokens").names()) == set("0123456")
+    assert {path.name for path in Cache("tokens").folder.iterdir()} == set("0123456")

@@ -258,8 +258,8 @@ def built(words: Sequence[str], config_dir: str | None) -> Experiment:
     return build(composed_line(words, config_dir).resolve())
 
 
-def print_derived(experiment: Experiment, shown: Console) -> None:
-    """Print the run summary on a rich console."""
+def print_derived(experiment: Experiment, shown: Console) -> list[tuple[str, str]]:
+    """Print the run summary on a rich console, and return its rows."""
     from rich.markup import escape
     from rich.table import Table
     from rich.text import Text
@@ -269,20 +269,19 @@ def print_derived(experiment: Experiment, shown: Console) -> None:
     table = Table(title=f"{escape(experiment.name)}: run summary", title_justify="left", box=None)
     table.add_column("", style="bold")
     table.add_column("", overflow="fold")
-    for name, value in derived_rows(experiment):
+    rows = derived_rows(experiment)
+    for name, value in rows:
         table.add_row(name, Text(value))
     shown.print(table)
+    return rows
 
 
 def _beginning(experiment: Experiment, checked: Callable[[], None], shown: Console) -> Callable[[], str]:
     """Return what a run calls once its checks have passed: print the run summary, and return it for realign.log."""
 
     def begin() -> str:
-        from realign.cli.launch_table import derived_rows
-
         checked()
-        print_derived(experiment, shown)
-        rows = derived_rows(experiment)
+        rows = print_derived(experiment, shown)
         width = max(len(name) for name, _ in rows)
         return "\n".join([f"{experiment.name}: run summary", *(f"  {name:<{width}}  {value}" for name, value in rows)])
 

@@ -110,21 +110,11 @@ def _encoded(row: Row, packed: Any) -> Encoded:
 
 @cache
 def code_version() -> str:
-    """Return a hash of the source of this package and of the versions of the packages that compute for it."""
+    """Return a hash of the source of this package and of the versions of the packages that tokenize for it."""
     digest, root = hashlib.sha256(), Path(__file__).parents[1]
     for path in sorted(root.rglob("*.py")):
         digest.update(f"\n{path.relative_to(root)}\n".encode() + path.read_bytes())
-    for package in (
-        "torch",
-        "transformers",
-        "tokenizers",
-        "jinja2",
-        "numpy",
-        "flash-attn",
-        "kernels",
-        "peft",
-        "bitsandbytes",
-    ):
+    for package in ("transformers", "tokenizers", "sentencepiece", "jinja2"):
         with suppress(PackageNotFoundError):
             digest.update(f"{package} {version(package)}\n".encode())
     return digest.hexdigest()
