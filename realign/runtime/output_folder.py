@@ -15,8 +15,8 @@ from realign.engines.files.folders import check_run_folder
 from realign.errors import ConfigError, TransientError
 from realign.own_files import FILES, OwnFiles, remove_empty, remove_scratch
 from realign.runtime.checkpoint.folder import CHECKPOINTS, REPLACED
-from realign.runtime.checkpoint.saved_models import FINAL
-from realign.runtime.checkpoint.schema import RECORDS, SAVED
+from realign.runtime.checkpoint.saved_models import FINAL, SAVED
+from realign.runtime.checkpoint.schema import RECORDS
 from realign.runtime.experiment import AUTO, CheckpointPart, Experiment
 from realign.runtime.recorded_calls import CALLS
 from realign.runtime.reference_cache import REFERENCES

@@ -15,7 +15,7 @@ from realign.errors import CheckpointError, ConfigError, RunComplete
 from realign.runtime.callbacks.run_callbacks import settings_of
 from realign.runtime.checkpoint.folder import CHECKPOINTS, Checkpoint, Start, list_checkpoints, newest
 from realign.runtime.checkpoint.saved_models import FINAL, damage_of
-from realign.runtime.checkpoint.schema import Config, check, check_tree
+from realign.runtime.checkpoint.schema import check_tree
 from realign.runtime.experiment import AUTO, CheckpointPart, Experiment
 from realign.runtime.processes.watchdog import WorkerLost
 from realign.runtime.run_checkpoints import config_leaves, config_of, environment
@@ -76,10 +76,9 @@ def find_start(experiment: Experiment) -> Start | None:
     if selected is None:
         return None
     checkpoint, state = selected
-    check(Config, state.get("config"), "config")  # before its keys are compared with those of this version
     # before the schema, which the state of another version may not fit: the message should name that version
     check_version(str(checkpoint.path), state, config_of(experiment), installed_version())
-    check_tree(str(checkpoint.path), checkpoint.step, state)
+    check_tree(str(checkpoint.path), state)
     new_run = CheckpointPart.counters in experiment.resume_skip
     own = experiment.owns(checkpoint.path)
     complete = not new_run and (checkpoint.step >= experiment.steps or _stopped_by(experiment, state) is not None)

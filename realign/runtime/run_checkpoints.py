@@ -30,7 +30,7 @@ from realign.runtime.callbacks.run_callbacks import RunCallbacks
 from realign.runtime.checkpoint.folder import CHECKPOINTS, CheckpointWriter, Start, failed_write
 from realign.runtime.checkpoint.random_generators import random_state, restore_random
 from realign.runtime.checkpoint.saved_models import FINAL, Saves, hashes_of
-from realign.runtime.checkpoint.schema import load_state
+from realign.runtime.checkpoint.schema import MISFIT, load_state, refuse_misfit
 from realign.runtime.checkpoint.serialize import hash_of, tensors_of
 from realign.runtime.checks.before_loading import used_interfaces
 from realign.runtime.experiment import CheckpointPart, Experiment
@@ -120,11 +120,13 @@ def restore(runtime: LocalRuntime, state: Mapping[str, Any], skip: Iterable[str]
                 "data: the rows differ from those of the run that wrote the checkpoint. Use the same file, or set "
                 "resume_skip=[data] to start at the beginning of this one."
             )
-        _restore_place(runtime, state["data"], state["rollout"])
+        with refuse_misfit("data", CheckpointPart.data):
+            _restore_place(runtime, state["data"], state["rollout"])
     if CheckpointPart.counters not in skipped:
         runtime.counters = Counters.from_state(state["counters"])
     if CheckpointPart.random not in skipped:  # last, because the code above may draw random numbers
-        restore_random(state["random"])
+        with refuse_misfit("random", CheckpointPart.random):
+            restore_random(state["random"])
 
 
 def _model_state(model: Model, synced: bool) -> dict[str, Any]:
@@ -194,7 +196,7 @@ def matching_model(
     """Name the role of a model that does not match its state in the checkpoint, and its settings that were changed."""
     try:
         yield
-    except (ValueError, RuntimeError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
+    except MISFIT as error:
         before, now = dict(config_leaves(saved)), dict(config_leaves(present))
         changed = [
             f"{key} was {before.get(key, '(none)')}, is {now.get(key, '(none)')}"

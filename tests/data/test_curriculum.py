@@ -34,7 +34,6 @@ from realign.data import (
 from realign.data.curriculum import CurriculumOrder
 from realign.data.order import EpochOrder
 from realign.errors import CheckpointError, ConfigError, RunError, SettingsError
-from realign.runtime.checkpoint.schema import _Curriculum, check
 from realign.runtime.rollout.prompts import PromptStream
 from tests import toys
 from tests.data.text_tokenizer import make_tokenizer
@@ -230,7 +229,6 @@ def test_a_run_resumed_at_any_step_chooses_the_same_rows(cls, step):
 def saved(prompts: PromptStream) -> dict[str, Any]:
     state = prompts.state_dict()
     own = state.pop("curriculum")
-    check(_Curriculum, own)
     tensors = {key: own.pop(key).clone() for key in ("outcomes", "visits")}
     return json.loads(json.dumps(state)) | {"curriculum": json.loads(json.dumps(own)) | tensors}
 

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from realign.api.seeds import derive_seed
-from realign.errors import CheckpointError
 
 
 def seed_random(seed: int) -> None:
@@ -38,21 +37,7 @@ def random_state() -> dict[str, Any]:
 
 
 def restore_random(state: Mapping[str, Any]) -> None:
-    """Restore the state that `random_state` returned. CUDA devices without saved state are unchanged.
-
-    Raises:
-        CheckpointError: A generator does not accept its state.
-    """
-    try:
-        _restore_generators(state)
-    except (ValueError, TypeError, RuntimeError, LookupError, OverflowError) as error:
-        detail = " ".join(str(error).split())
-        raise CheckpointError(
-            f"random: the generators reject their state ({detail}). Set resume_skip=[random] to resume without it."
-        ) from error
-
-
-def _restore_generators(state: Mapping[str, Any]) -> None:
+    """Restore the state that `random_state` returned. CUDA devices without saved state are unchanged."""
     kind, words, place = state["python"]
     random.setstate((kind, tuple(words), place))
     numpy = dict(state["numpy"])

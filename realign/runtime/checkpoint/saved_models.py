@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import math
+import re
 import stat
 import warnings
 from collections.abc import Callable, Mapping
@@ -17,10 +18,11 @@ from realign.engines.files.folders import save_folder
 from realign.errors import CheckpointError, ConfigError, TransientError
 from realign.own_files import OwnFiles, refuse_link, replace_text
 from realign.runtime.checkpoint.folder import facts_of
-from realign.runtime.checkpoint.schema import SAVED
 
 FINAL = "final"
 """Name of the folder with the models of the last step."""
+SAVED = re.compile(r"step_[0-9]{6,}")
+"""Names of the folders of models that a run writes every `every_steps` steps."""
 
 
 def hashes_of(folder: Path) -> dict[str, Any]:
@@ -119,17 +121,14 @@ class Saves:
             CheckpointError: A saved folder has a name that no run uses.
             RealignError: A saved folder is a link.
         """
-        folders = state["made"]
-        if not isinstance(folders, list):
-            raise CheckpointError(f"saves.made={folders!r} in the checkpoint: expected a list of folder names.")
-        self._made = [self._own_folder(name) for name in folders]
+        self._made = [self._own_folder(name) for name in state["made"]]
         self._known = set(state["known"])
         if state["best"] == self.best:
             self._record, self.best_step = state["record"], state["best_step"]
 
-    def _own_folder(self, name: Any) -> Path:
+    def _own_folder(self, name: str) -> Path:
         """Return the folder that a checkpoint names, which `_remove` may delete later."""
-        if not isinstance(name, str) or not SAVED.fullmatch(name):
+        if not SAVED.fullmatch(name):
             raise CheckpointError(
                 f"saves.made={name!r} in the checkpoint: expected names such as step_000050. "
                 "The checkpoint was changed. Resume from another one."

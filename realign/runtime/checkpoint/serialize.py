@@ -22,6 +22,9 @@ from realign.engines.files.weight_files import DTYPES, Header
 Tree: TypeAlias = Mapping[str, Any]
 """Dicts (keys: str or int), lists and tuples of None, bool, int, float, str and tensors."""
 
+DEPTH = 50
+"""Maximum number of nested levels, so that no recursive function meets the limit of Python."""
+
 CHUNK = 1 << 22
 """Bytes per write call."""
 
@@ -80,6 +83,8 @@ class _Packer:
         self._names: dict[Hashable, str] = {}
 
     def pack(self, value: Any, path: tuple[str, ...]) -> Any:
+        if len(path) > DEPTH:
+            raise ValueError(f"{_shown(path)}: more than {DEPTH} nested levels")
         if isinstance(value, torch.Tensor):
             return {"$tensor": self._name(value, path)}
         if isinstance(value, Mapping):
@@ -147,14 +152,16 @@ class _Packer:
         return value.cpu().contiguous()
 
 
-def _unpack(value: Any, tensors: Mapping[str, Any]) -> Any:
+def _unpack(value: Any, tensors: Mapping[str, Any], depth: int = 0) -> Any:
+    if depth > DEPTH:
+        raise ValueError(f"more than {DEPTH} nested levels")
     if isinstance(value, list):
-        return [_unpack(item, tensors) for item in value]
+        return [_unpack(item, tensors, depth + 1) for item in value]
     if not isinstance(value, dict):
         return value
     tags = [key for key in value if key.startswith("$")]
     if not tags:
-        return {key: _unpack(inner, tensors) for key, inner in value.items()}
+        return {key: _unpack(inner, tensors, depth + 1) for key, inner in value.items()}
     if len(value) > 1:
         raise ValueError(f"an object with {tags[0]!r} has other keys")
     inner = value[tags[0]]
@@ -162,24 +169,24 @@ def _unpack(value: Any, tensors: Mapping[str, Any]) -> Any:
         case "$tensor", str() if inner in tensors:
             return tensors[inner]
         case "$tuple", list():
-            return tuple(_unpack(item, tensors) for item in inner)
+            return tuple(_unpack(item, tensors, depth + 1) for item in inner)
         case "$float", "nan" | "inf" | "-inf":
             return float(inner)
         case "$text", str():
             return bytes.fromhex(inner).decode(errors="surrogatepass")
         case "$dict", list():
-            return dict(_items(inner, tensors))
+            return dict(_items(inner, tensors, depth + 1))
     raise ValueError(f"unknown object {str(value)[:80]}")
 
 
-def _items(pairs: list[Any], tensors: Mapping[str, Any]) -> Iterator[tuple[str | int, Any]]:
+def _items(pairs: list[Any], tensors: Mapping[str, Any], depth: int) -> Iterator[tuple[str | int, Any]]:
     for pair in pairs:
         if not isinstance(pair, list) or len(pair) != 2:
             raise ValueError("an item of a '$dict' must be a key and a value")
         key = _unpack(pair[0], tensors)
         if not isinstance(key, str | int):
             raise ValueError(f"a key of a '$dict' must be text or a whole number, found {type(key).__name__}")
-        yield key, _unpack(pair[1], tensors)
+        yield key, _unpack(pair[1], tensors, depth)
 
 
 def _bytes(text: str) -> bytes:

@@ -26,7 +26,6 @@ from realign.engines.distributed.sharded_engine import ShardedStepper
 from realign.engines.training.stepper import Stepper
 from realign.engines.training.torch_optimizer import ELEMENTWISE, MixedOptimizer
 from realign.errors import ConfigError, SettingsError
-from realign.runtime.checkpoint.schema import OptimizerState, check
 from realign.runtime.checkpoint.serialize import pack, unpack
 from tests.tiny import random_sample, save_tiny, tiny_engine
 
@@ -322,7 +321,6 @@ def test_resuming_from_a_checkpoint_is_exact(of):
     train(whole, 4)
     packed = pack(train(first, 2).state_dict(), copy=True)
     state = unpack(packed.state, packed.tensors)
-    check(OptimizerState, state["optimizer"], "optimizer")
     second.load_state_dict(state)
     train(second, 2)
     for name, x in weights(whole).items():

@@ -8,25 +8,20 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
 
 from benchmarks.torture.crafted import Place, craft, paths, replaced, sample
-from realign.engines.sampling.compiled.fusion import DecodePath
 from realign.errors import CheckpointError, RealignError
 from realign.runtime import CheckpointSpec, Experiment, run
 from realign.runtime.checkpoint.folder import STATE, list_checkpoints, write_checkpoint
-from realign.runtime.checkpoint.schema import DEPTH, DecodeName
+from realign.runtime.checkpoint.serialize import DEPTH
 from tests import checkpoint_runs
 from tests.toys import experiment
 
 EVERY = CheckpointSpec(every_steps=1, keep=9)
-
-
-def test_every_way_to_decode_can_be_in_a_checkpoint():
-    assert set(get_args(DecodeName)) == {path.value for path in DecodePath}
 
 
 def nested(levels: int) -> Any:
@@ -143,43 +138,16 @@ def two_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        ("records.sizes.metrics", "1", "records.sizes.metrics='1' in the checkpoint: Input should be a valid integer"),
-        (
-            "records.sizes.metrics",
-            None,
-            "records.sizes.metrics=None in the checkpoint: Input should be",
-        ),
         ("records", None, "records=None in the checkpoint: Input should be a valid dictionary"),
-        ("models", None, "models=None in the checkpoint: Input should be a valid dictionary"),
+        ("records.sizes.metrics", None, "records.sizes.metrics=None in the checkpoint: Input should be"),
         ("data.drawn", "2", "data.drawn='2' in the checkpoint: Input should be a valid integer"),
-        ("data.drawn", -1, "data.drawn=-1 in the checkpoint: Input should be greater than or equal to 0"),
         ("data.drawn", True, "data.drawn=True in the checkpoint: Input should be a valid integer"),
-        ("data.drawn", 10**12, "data.index=0 in the checkpoint: expected the place after drawn=1000000000000 batches"),
-        ("data.index", 1, "data.index=1 in the checkpoint: expected the place after drawn=2 batches of"),
+        ("data.drawn", -1, "data.drawn=-1 in the checkpoint: Input should be greater than or equal to 0"),
         ("counters.more", 1, "counters.more=1 in the checkpoint: Extra inputs are not permitted"),
-        ("counters.reward_ema", "x", "counters.reward_ema='x' in the checkpoint: Input should be a valid number"),
-        (
-            "random.python",
-            [3, [1, 2], None],
-            "random.python.1=[1, 2] in the checkpoint: List should have",
-        ),
-        ("random.numpy.key", [0], "random.numpy.key=[0] in the checkpoint: List should have at least 624 items"),
-        ("random.torch", torch.zeros(3, dtype=torch.uint8), "random: the generators reject their state"),
-        ("saves.best_step", "x", "saves.best_step='x' in the checkpoint: Input should be a valid integer"),
-        ("config", {1: 2, "a": 3}, "config={1: 2, 'a': 3} in the checkpoint: expected keys of one type"),
-        ("environment", [], "environment=[] in the checkpoint: Input should be a valid dictionary"),
-        (
-            "rollout",
-            {"version": 10**9, "trained": 0, "next_place": 0, "untrained": []},
-            "rollout.version=1000000000 in",
-        ),
-        ("rollout", {"version": 1, "trained": 0, "next_place": 2, "untrained": [1, 1]}, "rollout.untrained=[1, 1] in"),
-        ("rollout", {"version": 1, "trained": 0, "next_place": 2, "untrained": [2]}, "rollout.untrained=[2] in"),
-        (
-            "interfaces.interfaces.actor",
-            None,
-            "interfaces.interfaces.actor=None in the checkpoint: Input",
-        ),
+        ("counters", {}, "counters.optimizer_steps in the checkpoint: Field required"),
+        ("random", {}, "random: the state in the checkpoint does not fit (KeyError: 'python'). Set"),
+        ("random.torch", torch.zeros(3, dtype=torch.uint8), "random: the state in the checkpoint does not fit"),
+        ("interfaces.interfaces.actor", None, "interfaces.interfaces.actor=None in the checkpoint: Input"),
     ],
 )
 def test_the_message_names_the_path_the_value_and_what_is_valid(two_steps, tmp_path, path, value, message):
