@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from realign.engines.distributed.sharding import divide_layers, sizes_for_stages
 from realign.engines.files.model_folder import quiet_transformers
 from realign.engines.network.heads import Head, is_encoder_decoder
 from realign.engines.network.trains import All, Trained
 from realign.engines.network.unpacked import UNPACKED_FAMILIES
+from realign.engines.parts import divide_layers, sizes_for_stages
 
 ACTIVE_EXPERTS = ("num_experts_per_tok", "top_k_experts", "moe_topk")
 """Names in configs of the number of experts that compute a token."""

@@ -24,9 +24,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from typing_extensions import override
 
-from realign.engines.distributed.sharding import whole
 from realign.engines.network.branches import read_stack
 from realign.engines.network.heads import read_body
+from realign.engines.parts import whole
 
 
 def one_forward_one_backward(passes: int, later: int) -> Iterator[bool]:

@@ -25,10 +25,10 @@ from torch.utils._pytree import tree_leaves
 from transformers.core_model_loading import revert_weight_conversion
 from typing_extensions import override
 
-from realign.engines.distributed.sharding import is_part, slices_of
 from realign.engines.files.model_folder import INDEX, WEIGHTS
 from realign.engines.files.weight_files import Header
 from realign.engines.network.value_head import FILE
+from realign.engines.parts import is_part, slices_of
 from realign.engines.training.weights import VALUE_HEAD
 from realign.own_files import replace_text
 

@@ -18,8 +18,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from realign.engines.distributed.ranks import Ranks, current
-from realign.engines.distributed.sharding import is_part, slices_of, writes
 from realign.engines.files.weight_files import DTYPES
+from realign.engines.parts import is_part, slices_of, writes
 
 OFFSETS = "DCP_SHARDING_INFO"
 """Name of the offsets in the header, see `torch.distributed.checkpoint.HuggingFaceStorageReader`."""

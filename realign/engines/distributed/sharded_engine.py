@@ -37,13 +37,14 @@ from realign.engines.distributed.pipeline_parallel import one_forward_one_backwa
 from realign.engines.distributed.ranks import current
 from realign.engines.distributed.sharded_network import ShardedNetwork
 from realign.engines.distributed.sharded_state import ShardedSaver, ShardedState
-from realign.engines.distributed.sharding import Sharding, check_reference, is_part, part_of
+from realign.engines.distributed.sharding import Sharding, check_reference
 from realign.engines.files.unread import Unread
 from realign.engines.host import Host
 from realign.engines.network.network import Network
 from realign.engines.network.passes import Layout, ParallelPasses, Passes
 from realign.engines.network.settings import NetworkSettings
 from realign.engines.network.value_head import ValueNetwork
+from realign.engines.parts import is_part, part_of
 from realign.engines.sampling.generate import PROMPTS
 from realign.engines.sampling.rollout_model import product_dtype
 from realign.engines.training.engine_state import ModelSaver

@@ -30,7 +30,7 @@ from realign.engines.distributed.divisions import Divisions, check_trained_stage
 from realign.engines.distributed.expert_parallel import divide_experts, experts_of
 from realign.engines.distributed.mesh import Mesh
 from realign.engines.distributed.pipeline_parallel import Cut, PartOfStage, Stage, first_rank, in_stages
-from realign.engines.distributed.sharding import Sharding, from_slice, slices_of, whole
+from realign.engines.distributed.sharding import Sharding
 from realign.engines.distributed.tensor_parallel import split_layers, split_styles, split_vocabulary
 from realign.engines.files.unread import Unread
 from realign.engines.host import Host
@@ -44,6 +44,7 @@ from realign.engines.network.probe import TOLERANCE, probe_divided, probe_stages
 from realign.engines.network.settings import NetworkSettings
 from realign.engines.network.trains import adapted_layers
 from realign.engines.network.value_head import ValueNetwork
+from realign.engines.parts import from_slice, slices_of, whole
 from realign.engines.sampling.compiled.fusion import Fusion
 from realign.engines.training.weights import VALUE_HEAD, named_weights
 from realign.errors import ConfigError

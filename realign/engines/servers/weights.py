@@ -22,9 +22,9 @@ from torch import Tensor
 
 from realign.api.sampler import WeightSource
 from realign.engines.distributed.ranks import Ranks
-from realign.engines.distributed.sharding import is_part, part_of, writes
 from realign.engines.files.folders import AVERAGED
 from realign.engines.files.weight_files import Header
+from realign.engines.parts import is_part, part_of, writes
 from realign.engines.servers.worker.realign_worker import (
     MODEL_FILES,
     bits,

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from safetensors import SafetensorError, safe_open
 
-from realign.engines.distributed.sharding import is_part, memory_of, whole
 from realign.engines.files.weight_files import DTYPES, Header
+from realign.engines.parts import is_part, memory_of, whole
 
 Tree: TypeAlias = Mapping[str, Any]
 """Dicts (keys: str or int), lists and tuples of None, bool, int, float, str and tensors."""

@@ -18,7 +18,7 @@ from realign.engines import Causal, LoadBalancing, Lora, Score, Sharding, Value,
 from realign.engines.distributed.ranks import current
 from realign.engines.distributed.shard_files import shards_to_write
 from realign.engines.distributed.sharded_engine import ShardedEngine
-from realign.engines.distributed.sharding import whole
+from realign.engines.parts import whole
 from realign.engines.training.transformers_engine import TransformersEngine
 from realign.interfaces.components import JSD
 from realign.interfaces.critic import PPOCriticInterface

@@ -40,9 +40,9 @@ from realign.engines import (
 from realign.engines.distributed import sharded_state
 from realign.engines.distributed.ranks import current
 from realign.engines.distributed.sharded_state import ShardedSaver
-from realign.engines.distributed.sharding import whole
 from realign.engines.network import merge
 from realign.engines.network.heads import HeadInit
+from realign.engines.parts import whole
 from realign.engines.sampling.compiled.fusion import Fusion
 from realign.errors import RealignError
 from realign.interfaces.components import JSD, EarlyStop, Gspo, SeqMeanTokenMean

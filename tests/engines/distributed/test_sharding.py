@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from realign.engines import Sharding
-from realign.engines.distributed.sharding import divide_layers, whole
+from realign.engines.parts import divide_layers, whole
 from realign.errors import ConfigError, SettingsError
 
 

@@ -11,8 +11,8 @@ from torch._dynamo.utils import counters
 from realign.api import GenerationConfig, MicroBatchSpec
 from realign.engines import LoadBalancing, Lora, OptimizerSpec, TopLayers, TransformersModel
 from realign.engines.distributed.ranks import current
-from realign.engines.distributed.sharding import whole
 from realign.engines.network.compiled_layers import CompiledForward, TorchCompile
+from realign.engines.parts import whole
 from realign.errors import ConfigError, SettingsError
 from tests.engines.distributed.run_ranks import run_ranks
 from tests.engines.sampling.rollouts import prompts, responses, sample_of
