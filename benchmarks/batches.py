@@ -14,10 +14,10 @@ from torch import Tensor
 from benchmarks.peer.work import CHARACTERS, EOS, Scenario
 from realign.api import GenerationConfig, MicroBatchSpec, Model, SequenceSample
 from realign.engines import OptimizerSpec
-from realign.engines.network.attention import ATTENTION
-from realign.engines.network.settings import NetworkSettings
 from realign.engines.training.transformers_engine import TransformersEngine
 from realign.interfaces.grpo import GRPOActorInterface
+from realign.models.network.attention import ATTENTION
+from realign.models.network.settings import NetworkSettings
 
 WORDS = len(CHARACTERS)
 """Size of the tokenizer's alphabet. Texts contain only these first tokens of the vocabulary."""

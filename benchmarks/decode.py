@@ -30,10 +30,10 @@ from benchmarks.peer.process import missing
 from benchmarks.peer.work import SCENARIOS, Scenario
 from benchmarks.report import alternate, arguments, facts, table
 from realign.api import GenerationConfig, Model, SequenceSample
-from realign.engines.network.kv_cache import DecodeContext, KVCache
-from realign.engines.sampling.compiled.library import CompiledDecode
-from realign.engines.sampling.compiled.trunk import CompiledTrunk
-from realign.engines.sampling.in_process import InProcessSampling
+from realign.models.network.kv_cache import DecodeContext, KVCache
+from realign.samplers.in_process.compiled.library import CompiledDecode
+from realign.samplers.in_process.compiled.trunk import CompiledTrunk
+from realign.samplers.in_process.settings import InProcessSampling
 
 PROMPT = 40
 """Tokens of each prompt."""

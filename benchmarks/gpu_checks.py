@@ -21,9 +21,9 @@ from benchmarks.gpu_sampler import profiled_steps
 from realign.api import GenerationConfig, Lengths, MicroBatchSpec, SequenceSample
 from realign.config import build_experiment, compose
 from realign.demo import arithmetic, llm
-from realign.engines.network.kernels import AttentionArgs, Backend, Packing, choose_backend, packed_attention
 from realign.errors import ConfigError
 from realign.interfaces.components.scoring import score_logprobs
+from realign.models.network.kernels import AttentionArgs, Backend, Packing, choose_backend, packed_attention
 from realign.runtime import RunResult, run
 
 HEADS = ((14, 2, 64), (28, 4, 128))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from benchmarks.peer.work import SCENARIOS, Scenario
-from realign.engines.network.compiled_layers import TorchCompile
+from realign.models.network.compiled_layers import TorchCompile
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from benchmarks.peer.side_realign import forced_lengths
 from benchmarks.peer.side_trl import ForcedLengths
 from benchmarks.peer.work import EOS, PAD, Scenario
 from realign.api import GenerationConfig, Lengths, SequenceSample
-from realign.engines.sampling.in_process import InProcessSampling
+from realign.samplers.in_process.settings import InProcessSampling
 
 
 def rollout(plan: Plan) -> Iterator[dict[str, Any]]:

@@ -13,8 +13,8 @@ from torch.profiler import ProfilerActivity, profile, supported_activities
 
 from benchmarks.gpu_plan import synchronize
 from realign.api import GenerationConfig, SequenceSample
-from realign.engines.sampling.decode import Rollout
 from realign.engines.training.transformers_engine import TransformersEngine
+from realign.samplers.in_process.decode import Rollout
 
 
 @contextmanager

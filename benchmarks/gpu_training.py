@@ -14,11 +14,12 @@ from benchmarks.gpu_plan import Plan, attempt, positions, release, timed
 from benchmarks.memory import MemoryCount
 from benchmarks.peer.work import Scenario
 from realign.api.memory import MemoryWork
-from realign.engines import Causal, OptimizerSpec
+from realign.engines import OptimizerSpec
 from realign.engines.memory import MemoryModel
-from realign.engines.model_shape import shape_of
-from realign.engines.network.kernels import AttentionArgs, Backend, choose_backend
-from realign.engines.network.settings import NetworkSettings
+from realign.models import Causal
+from realign.models.model_shape import shape_of
+from realign.models.network.kernels import AttentionArgs, Backend, choose_backend
+from realign.models.network.settings import NetworkSettings
 
 GIB = 2**30
 

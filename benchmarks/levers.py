@@ -28,12 +28,12 @@ from benchmarks.peer.side_realign import forced_lengths
 from benchmarks.peer.work import SCENARIOS, Scenario
 from benchmarks.report import alternate, arguments, facts, table
 from realign.api import GenerationConfig, MicroBatchSpec, Model, SequenceSample
-from realign.engines.network.output import PackedOutput
-from realign.engines.network.passes import ParallelPasses, SharedPrompts
-from realign.engines.network.settings import NetworkSettings
-from realign.engines.sampling import rollout_model
-from realign.engines.sampling.compiled.library import CompiledDecode
-from realign.engines.sampling.in_process import InProcessSampling
+from realign.models.network.output import PackedOutput
+from realign.models.network.passes import ParallelPasses, SharedPrompts
+from realign.models.network.settings import NetworkSettings
+from realign.samplers.in_process import rollout_model
+from realign.samplers.in_process.compiled.library import CompiledDecode
+from realign.samplers.in_process.settings import InProcessSampling
 
 BUDGET = 8192
 

@@ -39,11 +39,12 @@ from benchmarks.peer.work import Scenario
 from benchmarks.report import arguments, facts, table
 from realign.api import GenerationConfig, Lengths, SequenceSample
 from realign.api.memory import MemoryWork, RoleMemory
-from realign.engines import Causal, OptimizerSpec
+from realign.engines import OptimizerSpec
 from realign.engines.memory import MemoryModel
-from realign.engines.model_shape import shape_of
-from realign.engines.network.passes import SharedPrompts
-from realign.engines.network.settings import NetworkSettings
+from realign.models import Causal
+from realign.models.model_shape import shape_of
+from realign.models.network.passes import SharedPrompts
+from realign.models.network.settings import NetworkSettings
 
 MIB = 2**20
 CHILD = "child"
@@ -275,8 +276,8 @@ def _rank(rank: int, size: int, work: Path, sizes: Mapping[str, int]) -> None:
 
 def _saved_and_loaded(work: Path, sizes: Mapping[str, int]) -> dict[str, int]:
     from realign.engines import TransformersModel
-    from realign.engines.distributed.ranks import current
-    from realign.runtime.checkpoint.folder import CheckpointWriter, list_checkpoints
+    from realign.ranks import current
+    from realign.records.checkpoint.folder import CheckpointWriter, list_checkpoints
 
     ranks = current()
     ranks.lead(lambda: write_zeros(work / "start", sizes))

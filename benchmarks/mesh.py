@@ -30,15 +30,16 @@ from benchmarks.memory import MemoryCount, resident
 from benchmarks.peer.work import Scenario
 from benchmarks.report import arguments, facts, table
 from realign.api import MicroBatchSpec, SequenceSample
-from realign.engines import Causal, OptimizerSpec, Sharding
-from realign.engines.distributed.ranks import current
+from realign.engines import OptimizerSpec, Sharding
 from realign.engines.distributed.sharded_engine import ShardedEngine
 from realign.engines.memory import MemoryModel
-from realign.engines.model_shape import shape_of
-from realign.engines.network.attention import ATTENTION
-from realign.engines.network.passes import ParallelPasses
-from realign.engines.network.settings import NetworkSettings
 from realign.engines.training.transformers_engine import TransformersEngine
+from realign.models import Causal
+from realign.models.model_shape import shape_of
+from realign.models.network.attention import ATTENTION
+from realign.models.network.passes import ParallelPasses
+from realign.models.network.settings import NetworkSettings
+from realign.ranks import current
 from realign_planner.traffic import traffic
 from tests.engines.distributed.run_ranks import run_ranks
 

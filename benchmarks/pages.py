@@ -20,9 +20,9 @@ from collections import deque
 import torch
 
 from benchmarks.report import arguments, table
-from realign.engines.network.decoder import EXPECTED
-from realign.engines.network.kernels import PAGE
-from realign.engines.network.kv_cache import PagedKVCache, bytes_per_slot
+from realign.models.network.decoder import EXPECTED
+from realign.models.network.kernels import PAGE
+from realign.models.network.kv_cache import PagedKVCache, bytes_per_slot
 
 LAYERS, HEADS, SIZE = 28, 4, 128
 PROMPT = 200

@@ -14,12 +14,12 @@ from statistics import median
 from tempfile import TemporaryDirectory
 
 from realign.config import build_experiment, compose
+from realign.records.metrics.details import RunDetails
+from realign.records.metrics.records import Records
+from realign.records.metrics.run_log import RunLog
+from realign.records.recorded_calls import CallRecorder
 from realign.run_settings import RecordSpec
 from realign.runtime.local import LocalRuntime
-from realign.runtime.metrics.details import RunDetails
-from realign.runtime.metrics.records import Records
-from realign.runtime.metrics.run_log import RunLog
-from realign.runtime.recorded_calls import CallRecorder
 
 DEFAULT = RecordSpec()
 EVERY = replace(DEFAULT, every_steps=1)

@@ -37,8 +37,8 @@ from benchmarks.memory import MemoryCount
 from benchmarks.peer.work import SCENARIOS, Scenario
 from benchmarks.report import Seconds, alternate, arguments, facts, table
 from realign.api import MicroBatchSpec
-from realign.engines.network.passes import ParallelPasses
-from realign.engines.network.settings import NetworkSettings
+from realign.models.network.passes import ParallelPasses
+from realign.models.network.settings import NetworkSettings
 
 ROOT = Path(__file__).parents[1]
 BASE = replace(SCENARIOS["long_tail"], name="scaling", prompts=2)

@@ -179,7 +179,7 @@ def draw(records: Sequence[Record], path: Path) -> None:
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    from realign.runtime.metrics.curves import FURTHER, GRAY, HELD_OUT, SETTINGS, TRAINING
+    from realign.records.metrics.curves import FURTHER, GRAY, HELD_OUT, SETTINGS, TRAINING
 
     with mpl.rc_context(SETTINGS):
         figure = Figure(figsize=(8, 3.4), layout="constrained")

@@ -18,9 +18,9 @@ MOST = 3
 PAGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "run": (
         "Settings of a run: evaluation, rollout, runtime, sampling and trackers",
-        ("realign.runtime", "realign.api"),
+        ("realign.runtime", "realign.records", "realign.api"),
     ),
-    "models": ("Models, optimizers, samplers and devices", ("realign.engines",)),
+    "models": ("Models, optimizers, samplers and devices", ("realign.engines", "realign.models", "realign.samplers")),
     "data": ("Datasets", ("realign.data",)),
     "components": ("Components of algorithms", ("realign.interfaces.components",)),
     "interfaces": ("Algorithms, reward functions and environments", ("realign.interfaces",)),

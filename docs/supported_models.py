@@ -44,7 +44,7 @@ The probe selects one of these modes:
 - **Not supported.** The model is not causal, or its head is not a linear layer over the last hidden states. Loading
   raises an error.
 
-`tests/engines/network/test_families.py` builds a tiny random model of each verified family, with transformers 5.23 on
+`tests/models/network/test_families.py` builds a tiny random model of each verified family, with transformers 5.23 on
 CPU. It compares greedy tokens with `generate` of transformers, and log-probs of rollouts with scoring. For `moshi` and
 `xlstm`, it compares only log-probs. Families that are not verified have no tiny config in the tests. The probe decides
 when such a model is loaded. `qwen2_vl` and `qwen2_5_vl` also read [images](guides/images.md). Other families with

@@ -30,8 +30,8 @@ from realign.engines.training.optimizer import OptimizerSpec
 from realign.interfaces import sft
 from realign.interfaces.environment import EnvironmentInterface
 from realign.interfaces.grpo import GRPOActorInterface, dataflow
+from realign.records.metrics.curves import draw_curves
 from realign.runtime import EpisodeEvaluation, Experiment, RunResult, run
-from realign.runtime.metrics.curves import draw_curves
 
 TASK = "multiply "
 """Text before each question: the name of the tool, which the chat template of `openai_agent.py` writes there."""

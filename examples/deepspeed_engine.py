@@ -31,17 +31,18 @@ from realign.api.microbatch import MicroBatchSpec
 from realign.api.sample import TOKENS, SequenceSample, shard
 from realign.api.seeds import derive_seed
 from realign.api.stats import Stats, keep_traces, merge_stats, on_host
-from realign.engines import Causal, OptimizerSpec, Sharding, TransformersModel
+from realign.engines import OptimizerSpec, Sharding, TransformersModel
 from realign.engines.distributed.consistency import check_same_batch
-from realign.engines.distributed.ranks import current
-from realign.engines.network.heads import read_body
-from realign.engines.network.network import Network
-from realign.engines.network.passes import ParallelPasses
-from realign.engines.network.settings import NetworkSettings
 from realign.engines.training.nonfinite import Accumulated
 from realign.engines.training.stepper import Stepper
 from realign.engines.training.transformers_engine import TransformersEngine, check_loss
 from realign.errors import ConfigError
+from realign.models import Causal
+from realign.models.network.heads import read_body
+from realign.models.network.network import Network
+from realign.models.network.passes import ParallelPasses
+from realign.models.network.settings import NetworkSettings
+from realign.ranks import current
 from realign.settings import Range
 
 NOTHING = SequenceSample(())

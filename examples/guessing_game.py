@@ -31,8 +31,8 @@ from realign.interfaces import sft
 from realign.interfaces.components import Normalization
 from realign.interfaces.environment import EnvironmentInterface
 from realign.interfaces.grpo import GRPOActorInterface, dataflow
+from realign.records.metrics.curves import draw_curves
 from realign.runtime import EpisodeEvaluation, Experiment, RunResult, run
-from realign.runtime.metrics.curves import draw_curves
 
 NUMBERS, GUESSES = 7, 3
 PROMPT = "guess"

@@ -27,8 +27,8 @@ from realign.api import GenerationConfig
 from realign.data import PromptData, Template
 from realign.interfaces.agent import AgentInterface
 from realign.interfaces.grpo import GRPOActorInterface, dataflow
+from realign.records.metrics.curves import draw_curves
 from realign.runtime import EpisodeEvaluation, Experiment, RunResult, run
-from realign.runtime.metrics.curves import draw_curves
 
 AGENT = f"{__file__}:agent"
 MAX_CALLS = 3

@@ -29,8 +29,8 @@ from realign.engines import SharedModel, TransformersModel
 from realign.engines.training.optimizer import OptimizerSpec
 from realign.interfaces.agent import AgentInterface
 from realign.interfaces.grpo import GRPOActorInterface, dataflow
+from realign.records.metrics.curves import draw_curves
 from realign.runtime import EpisodeEvaluation, Experiment, RunResult, run
-from realign.runtime.metrics.curves import draw_curves
 
 LARGEST, MOST = 7, 3
 """Largest number of sticks at the start, and of sticks that a player may take."""

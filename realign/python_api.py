@@ -45,13 +45,13 @@ from realign.config.words import TARGET
 from realign.console import lasting_console
 from realign.errors import ConfigError, DataError, RealignError, RunComplete
 from realign.own_files import OwnFiles, move, open_new, refuse_link, remove_scratch
+from realign.records.metrics.samples import spoken
 from realign.report.compare import comparison
 from realign.report.data import status
 from realign.report.files import METRICS, check_run, json_lines, run_info, summary
 from realign.report.page import write_report
 from realign.rewards.pool.functions import SessionFunction, source_of
 from realign.runtime import Experiment
-from realign.runtime.metrics.samples import spoken
 from realign.runtime.output_folder import START
 from realign.runtime.run_report import attempts_in
 from realign.signals import Interrupted, terminated_by_exception

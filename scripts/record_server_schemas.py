@@ -1,7 +1,7 @@
-"""Record how vLLM and SGLang define the requests and answers that `realign.engines.servers` uses.
+"""Record how vLLM and SGLang define the requests and answers that `realign.samplers.servers` uses.
 
-    VLLM_PYTHON scripts/record_server_schemas.py vllm tests/engines/servers/recorded_vllm.json
-    python scripts/record_server_schemas.py sglang WHEEL_OR_FOLDER tests/engines/servers/recorded_sglang.json
+    VLLM_PYTHON scripts/record_server_schemas.py vllm tests/samplers/servers/recorded_vllm.json
+    python scripts/record_server_schemas.py sglang WHEEL_OR_FOLDER tests/samplers/servers/recorded_sglang.json
 
 For vLLM the script runs in the environment of the server, and reads the OpenAPI schema of its application. SGLang is
 not installed: the script reads the source in a wheel, or in a folder that contains `sglang/`. The files contain names

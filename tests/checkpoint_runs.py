@@ -26,7 +26,7 @@ from realign.data import (
     TextData,
     WithPretraining,
 )
-from realign.engines import Causal, HeadInit, Lora, Score, SharedModel, TopLayers, TransformersModel, Value, ValueHead
+from realign.engines import SharedModel, TransformersModel
 from realign.engines.shared_model import Share
 from realign.engines.training.optimizer import OptimizerSpec, Schedule, ScheduleKind, ScheduleUnit
 from realign.functional import KLEstimator
@@ -34,6 +34,8 @@ from realign.interfaces import dpo, grpo, ppo, raft, reward_model, rft, sft
 from realign.interfaces.components import Critic, KLPenalty, KLPlace, RewardScale, RewardShaping, ValueObjective
 from realign.interfaces.critic import PPOCriticInterface, ValueNormalization, ValueScale
 from realign.interfaces.reference import ReferenceInterface
+from realign.models import Causal, HeadInit, Lora, Score, TopLayers, Value, ValueHead
+from realign.records.checkpoint.folder import list_checkpoints
 from realign.runtime import (
     CheckpointSpec,
     DynamicSampling,
@@ -43,7 +45,6 @@ from realign.runtime import (
     RewardCalibration,
     run,
 )
-from realign.runtime.checkpoint.folder import list_checkpoints
 from realign.runtime.run_checkpoints import RunCheckpoints
 from tests.tiny import save_tiny
 

@@ -98,7 +98,7 @@ def same_threads() -> Iterator[None]:
 @pytest.fixture
 def drawn_curves(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let runs of this test draw their curves."""
-    from realign.runtime.metrics.curves import draw_curves
+    from realign.records.metrics.curves import draw_curves
 
     monkeypatch.setattr("realign.runtime.training.draw_curves", draw_curves)
 
@@ -109,3 +109,11 @@ def reasoning_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
     from tests.demo.reasoning_package import installed  # only a few tests need what it imports
 
     yield from installed(tmp_path / "packages", monkeypatch)
+
+
+@pytest.fixture(scope="session")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with the models and data of `tests.checkpoint_runs`. Tests only read it."""
+    from tests.checkpoint_runs import save_files
+
+    return save_files(tmp_path_factory.mktemp("files"))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from realign.engines.network.attention import ATTENTION
+from realign.models.network.attention import ATTENTION
 from tests.tiny import VOCAB
 
 LARGEST = 5_000_000

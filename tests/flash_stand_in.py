@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from realign.engines.network import kernels
+from realign.models.network import kernels
 
 Calls = list[dict[str, Any]]
 
@@ -112,4 +112,4 @@ def pretend_cuda(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] = 
     monkeypatch.setattr(
         kernels, "_device_obstacle", lambda backend, device, dtype: obstacle(backend, torch.device("cuda"), dtype)
     )
-    monkeypatch.setattr("realign.engines.device.supports_bfloat16", lambda device: capability >= (8, 0))
+    monkeypatch.setattr("realign.models.device.supports_bfloat16", lambda device: capability >= (8, 0))

@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from realign.api import SequenceSample
-from realign.engines.network.attention import ATTENTION
 from realign.engines.training.transformers_engine import TransformersEngine
+from realign.models.network.attention import ATTENTION
 from tests.tiny import VOCAB, engine_over
 
 IMAGE, VIDEO, START, END = VOCAB - 4, VOCAB - 3, VOCAB - 2, VOCAB - 1

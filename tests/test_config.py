@@ -26,13 +26,13 @@ from realign.config.construct import convert
 from realign.config.experiment import COMPONENTS, REPORT
 from realign.config.files import experiments_dir, list_experiments
 from realign.data import DataSpec, PromptData
-from realign.engines import InProcessSampling
 from realign.run_settings import RunSettings
 from realign.runtime import DynamicSampling, Experiment
 from realign.runtime.experiment import ModelSpec
+from realign.samplers import InProcessSampling
 from realign.settings import Count
 from tests.config_parts import HERE, MUST_BE_GIVEN, Actor, Bigram, Frozen, Length, Norm, Plain, Style, write_experiment
-from tests.samplers import TableSampling
+from tests.table_sampler import TableSampling
 
 WHERE = "interfaces.actor"
 
@@ -416,12 +416,12 @@ def test_the_sampler_of_a_model_is_set_by_field_or_by_class():
     node = {"_target_": "realign.engines.TransformersModel", "path": "x"}
     assert build(node, ModelSpec, "models.actor").sampler == InProcessSampling()
     assert build(node | {"sampler": {"max_slots": 4}}, ModelSpec, "models.actor").sampler.max_slots == 4
-    table = {"_target_": "tests.samplers.TableSampling", "words": 5}
+    table = {"_target_": "tests.table_sampler.TableSampling", "words": 5}
     assert build(node | {"sampler": table}, ModelSpec, "models.actor").sampler == TableSampling(words=5)
     for sampler, message in (
         ({"max_slots": 0}, r"models\.actor\.sampler\.max_slots=0: must be at least 1, or null"),
         ({"slots": 3}, r"unknown key 'models\.actor\.sampler\.slots'; did you mean 'max_slots'\?"),
-        ({"_target_": "realign.engines.Lora"}, r"Lora is not a SamplerSpec"),
+        ({"_target_": "realign.models.Lora"}, r"Lora is not a SamplerSpec"),
     ):
         with pytest.raises(ConfigError, match=message):
             build(node | {"sampler": sampler}, ModelSpec, "models.actor")

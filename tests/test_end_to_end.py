@@ -71,7 +71,7 @@ OWN_CRITIC = [
     "interfaces.actor.critic=own",
     "models.critic._target_=realign.engines.TransformersModel",
     "models.critic.path=${models.actor.path}",
-    "models.critic.head._target_=realign.engines.Value",
+    "models.critic.head._target_=realign.models.Value",
     "models.critic.optimizer.lr=1e-3",
     "interfaces.critic._target_=realign.interfaces.critic.PPOCriticInterface",
 ]
@@ -344,7 +344,7 @@ def test_one_model_is_actor_reference_and_critic(task, reward, tmp_path, trains)
         "interfaces.actor={_target_: realign.interfaces.ppo.PPOActorInterface, critic: shared, value: {coef: 0.5}}",
         "interfaces.actor.kl={place: reward, coef: 0.01}",
         "interfaces.critic._target_=realign.interfaces.critic.PPOCriticInterface",
-        f"models.actor.trains={{_target_: realign.engines.{trains}}}",
+        f"models.actor.trains={{_target_: realign.models.{trains}}}",
         "models.actor.head.value_head={layers: 1, hidden: mlp}",
         "models.actor.optimizer.ema_decay=0.9",
         "models.actor.optimizer.lr=0.01",

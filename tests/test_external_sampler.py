@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from realign.api import Model, SequenceSample
-from realign.engines import InProcessSampling, SharedModel
+from realign.engines import SharedModel
 from realign.errors import ConfigError
 from realign.interfaces.grpo import GRPOActorInterface
 from realign.runtime import Async, CheckpointSpec, run
@@ -18,8 +18,9 @@ from realign.runtime.local import LocalRuntime
 from realign.runtime.models import load_models
 from realign.runtime.rollout.spec import Sync
 from realign.runtime.run_checkpoints import restore, run_state
+from realign.samplers import InProcessSampling
 from realign.testing import BigramEngine
-from tests.samplers import Served, TableSampling, TrainsOnly
+from tests.table_sampler import Served, TableSampling, TrainsOnly
 from tests.toys import GENERATION
 from tests.toys import experiment as toy
 

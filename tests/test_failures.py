@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 from realign.api import GenerationConfig, MicroBatchSpec
 from realign.data import PreferenceData, PromptData, SupervisedData, TextData, TooLong
 from realign.data.combined import WithPretraining
-from realign.engines import Causal, OptimizerSpec, TransformersModel
+from realign.engines import OptimizerSpec, TransformersModel
 from realign.engines.training import engine_state
 from realign.errors import ConfigError, DataError, RunError
 from realign.interfaces.grpo import GRPOActorInterface
@@ -29,9 +29,10 @@ from realign.interfaces.ppo import dataflow
 from realign.interfaces.rule_reward import RuleRewardInterface
 from realign.interfaces.sft import SFTInterface
 from realign.interfaces.sft import dataflow as sft_dataflow
+from realign.models import Causal
+from realign.records.checkpoint.folder import list_checkpoints
 from realign.run_settings import CheckpointSpec
 from realign.runtime import Evaluation, Experiment, LossEvaluation, run
-from realign.runtime.checkpoint.folder import list_checkpoints
 from realign.runtime.evaluation.base import Evaluator
 from realign.runtime.local import LocalRuntime
 from tests.tiny import VOCAB, save_tiny, tiny_tokenizer

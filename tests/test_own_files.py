@@ -296,12 +296,12 @@ WRITES = {
 }
 MODULES = {"os", "shutil", "zipfile", "tarfile", "tempfile"}
 ELSEWHERE = {
-    "engines/servers/weights.py": "the folder that its mkdtemp made",
-    "engines/servers/guard.py": "removes that folder when the run is gone, and imports nothing",
-    "engines/servers/worker/realign_worker.py": "writes to memory, in a server without realign",
-    "engines/sampling/compiled/library.py": "a file in its own temporary folder",
-    "runtime/checkpoint/folder.py": "renames checkpoints whose files OwnFiles has compared",
-    "engines/files/folders.py": "renames folders whose files OwnFiles has compared",
+    "samplers/servers/weights.py": "the folder that its mkdtemp made",
+    "samplers/servers/guard.py": "removes that folder when the run is gone, and imports nothing",
+    "samplers/servers/worker/realign_worker.py": "writes to memory, in a server without realign",
+    "samplers/in_process/compiled/library.py": "a file in its own temporary folder",
+    "records/checkpoint/folder.py": "renames checkpoints whose files OwnFiles has compared",
+    "models/files/folders.py": "renames folders whose files OwnFiles has compared",
 }
 """Files that do without the module, and why they may."""
 

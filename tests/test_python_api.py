@@ -133,7 +133,7 @@ def test_components_are_passed_as_objects(folder):
     experiment = realign.load_experiment("grpo", model=model, data=data, reward="reward.py:score", **SMALL)
     assert (experiment.models["actor"].optimizer.lr, experiment.data.limit) == (0.25, 3)
     pairs = [{"prompt": "a", "chosen": "b", "rejected": "c"}]
-    head = {"_target_": "realign.engines.network.heads.Score"}
+    head = {"_target_": "realign.models.network.heads.Score"}
     reward = realign.load_experiment("reward_model", model="model", data=pairs, steps=1)
     assert reward.models["reward"].path == "model"
     assert head["_target_"].endswith(type(reward.models["reward"].head).__name__)
@@ -429,7 +429,7 @@ def test_settings_of_workers_have_no_effect_on_a_session_function(folder):
 
 
 def test_a_notebook_shows_progress_below_its_cell(monkeypatch):
-    from realign.runtime.metrics.live_display import LiveDisplay
+    from realign.records.metrics.live_display import LiveDisplay
 
     shown = []
 

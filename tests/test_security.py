@@ -27,10 +27,10 @@ from realign.config.composition import config_of
 from realign.draw import FORMATS
 from realign.engines import TransformersModel
 from realign.errors import DataError
+from realign.records.metrics.live_display import LiveDisplay
+from realign.records.metrics.samples import show
 from realign.rewards.pool.functions import load_function
 from realign.rewards.pool.worker import RewardCall, answer
-from realign.runtime.metrics.live_display import LiveDisplay
-from realign.runtime.metrics.samples import show
 from realign.runtime.output_folder import check_output_folder
 from realign.text import visible
 from tests import security_traps
@@ -47,7 +47,7 @@ TARGETS = (
     *(
         "realign.cli.commands.os.system",
         "realign.rewards.sandbox.subprocess.Popen",
-        "realign.engines.files.folders.Path",
+        "realign.models.files.folders.Path",
     ),
     *(f"{TRAPS}.Made", f"{TRAPS}.MadeBeforeInit", f"{TRAPS}.Component", f"{TRAPS}.function", f"{TRAPS}.pathlib.Path"),
 )
@@ -283,14 +283,14 @@ def test_no_text_is_evaluated_and_only_known_files_start_programs():
         if name in ("eval", "exec", "os.system", "os.popen") or name.startswith("subprocess.") or shell:
             found.append(f"{file.relative_to(PACKAGE)}: {name}")
     assert found == [
-        "cli/import_config.py: subprocess.run",  # the loss of the framework whose config is imported
-        "engines/sampling/compiled/library.py: subprocess.run",
-        "engines/servers/guard.py: subprocess.Popen",
-        "engines/servers/inference_server.py: subprocess.Popen",
-        "engines/servers/weights.py: subprocess.Popen",
+        "cli/import_config.py: subprocess.run",
         "environments/adapters/verifiers_agent.py: subprocess.Popen",
         "rewards/sandbox.py: subprocess.Popen",
-        "time_machine/commands.py: subprocess.run",  # the command of `realign bisect --run`, which the user typed
+        "samplers/in_process/compiled/library.py: subprocess.run",
+        "samplers/servers/guard.py: subprocess.Popen",
+        "samplers/servers/inference_server.py: subprocess.Popen",
+        "samplers/servers/weights.py: subprocess.Popen",
+        "time_machine/commands.py: subprocess.run",
     ]
 
 

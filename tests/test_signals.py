@@ -15,7 +15,7 @@ from typing import Protocol
 import pytest
 
 from realign.cli import commands as cli
-from realign.runtime.checkpoint.folder import list_checkpoints
+from realign.records.checkpoint.folder import list_checkpoints
 from realign.signals import SIGNALS, Interrupted, StopSignals, terminated_by_exception
 from tests.checkpoint_runs import untimed
 from tests.config_parts import write_experiment

@@ -20,12 +20,12 @@ from transformers import (
 )
 
 from realign.api import MicroBatchSpec, SequenceSample, masked_max, masked_mean
-from realign.engines.network.attention import ATTENTION
-from realign.engines.network.settings import NetworkSettings
 from realign.engines.training.optimizer import OptimizerSpec
 from realign.engines.training.transformers_engine import TransformersEngine
 from realign.functional import nll_loss
 from realign.interfaces.components import TokenMean
+from realign.models.network.attention import ATTENTION
+from realign.models.network.settings import NetworkSettings
 
 SPECIAL = ("<pad>", "<bos>", "<eos>")
 TEXT = "0123456789+-*/=()., :?!'abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ\n"

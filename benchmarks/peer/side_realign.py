@@ -18,10 +18,7 @@ from torch import Tensor
 from benchmarks.peer.work import EOS, Scenario, reward
 from realign.api import GenerationConfig, MicroBatchSpec
 from realign.data import PromptData
-from realign.engines import OptimizerSpec, Score, TransformersModel, Value
-from realign.engines.device import DType
-from realign.engines.network.network import Network
-from realign.engines.sampling.decode import Rollout, RowEntry
+from realign.engines import OptimizerSpec, TransformersModel
 from realign.engines.training.stepper import Stepper
 from realign.interfaces.components import Critic, KLPenalty, KLPlace
 from realign.interfaces.critic import PPOCriticInterface
@@ -31,8 +28,12 @@ from realign.interfaces.ppo import PPOActorInterface, dataflow
 from realign.interfaces.reference import ReferenceInterface
 from realign.interfaces.reward_model import RewardModelInterface
 from realign.interfaces.rule_reward import RuleRewardInterface
+from realign.models import Score, Value
+from realign.models.device import DType
+from realign.models.network.network import Network
 from realign.runtime import Experiment
 from realign.runtime.local import LocalRuntime
+from realign.samplers.in_process.decode import Rollout, RowEntry
 
 
 def score(prompt: str, response: str, row: dict[str, Any]) -> float:

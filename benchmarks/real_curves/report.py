@@ -123,7 +123,7 @@ def draw(records: Sequence[Record], path: Path) -> None:
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    from realign.runtime.metrics.curves import FURTHER, GRAY, HELD_OUT, SETTINGS, TRAINING
+    from realign.records.metrics.curves import FURTHER, GRAY, HELD_OUT, SETTINGS, TRAINING
 
     found, constant = groups(records), constants(records)
     colors = dict(zip(TITLES, (TRAINING, HELD_OUT, FURTHER[0], GRAY, FURTHER[1], GRAY), strict=True))

@@ -13,7 +13,7 @@ from benchmarks.report import table
 from benchmarks.servers.task import prepared, sampling
 from realign.demo import arithmetic, reasoning
 from realign.demo.smollm2 import smollm2
-from realign.engines.servers.vllm import Vllm
+from realign.samplers.servers.vllm import Vllm
 
 LIMIT_S = 3600
 """Seconds that a run may take."""

@@ -17,9 +17,9 @@ from benchmarks.servers.task import largest_gap, prompts, sampling
 from realign.api import GenerationConfig, MicroBatchSpec, Model, ModelOutput, SequenceSample, Stats
 from realign.demo.smollm2 import smollm2
 from realign.engines import OptimizerSpec, TransformersModel
-from realign.engines.servers.server_settings import Updates
-from realign.engines.servers.vllm import VllmProtocol
-from realign.engines.servers.weights import WeightFolders, Weights, size_of
+from realign.samplers.servers.server_settings import Updates
+from realign.samplers.servers.vllm import VllmProtocol
+from realign.samplers.servers.weights import WeightFolders, Weights, size_of
 
 UPDATES = 3
 WAYS: Mapping[str, tuple[str, Updates, bool]] = {

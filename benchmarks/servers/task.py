@@ -11,8 +11,8 @@ import torch
 from realign.api import MicroBatchSpec, Model, SequenceSample
 from realign.demo import arithmetic
 from realign.engines import TransformersModel
-from realign.engines.servers.vllm import Vllm
 from realign.interfaces.components.scoring import score_logprobs
+from realign.samplers.servers.vllm import Vllm
 
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",

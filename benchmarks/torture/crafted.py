@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from realign.runtime.checkpoint.folder import MANIFEST, STATE, facts_of, rendered_manifest
+from realign.records.checkpoint.folder import MANIFEST, STATE, facts_of, rendered_manifest
 
 Place: TypeAlias = tuple[Any, ...]
 

@@ -20,7 +20,7 @@ from benchmarks.torture.crafted import (
     replaced,
     sample,
 )
-from realign.runtime.checkpoint.folder import STATE, list_checkpoints
+from realign.records.checkpoint.folder import STATE, list_checkpoints
 
 LEFT = 3
 """Step of the checkpoint that is crafted."""

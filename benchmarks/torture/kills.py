@@ -25,7 +25,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from benchmarks.report import table
 from benchmarks.torture.runs import REWARD, Launch, Run, are_equal, differences, is_exact
 from realign.demo.arithmetic import prepare
-from realign.runtime.checkpoint.folder import Checkpoint, list_checkpoints
+from realign.records.checkpoint.folder import Checkpoint, list_checkpoints
 
 DAMAGES = ("truncate", "flip", "delete")
 AIMS = ("start", "anywhere", "rollout", "write", "anywhere", "rollout", "write", "anywhere")

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from realign.runtime.checkpoint.folder import Checkpoint, CorruptCheckpoint, list_checkpoints
+from realign.records.checkpoint.folder import Checkpoint, CorruptCheckpoint, list_checkpoints
 
 LIMIT_S = 300
 """Seconds without progress after which a run counts as hung."""

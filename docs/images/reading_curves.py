@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from realign.runtime.metrics.curves import HELD_OUT, SETTINGS, TRAINING
+from realign.records.metrics.curves import HELD_OUT, SETTINGS, TRAINING
 
 HERE = Path(__file__).parent
 STEPS = 60

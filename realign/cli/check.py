@@ -26,13 +26,13 @@ from realign.cli.train import built, print_derived
 from realign.draw import to_text
 from realign.engines.shared_model import shared_roles
 from realign.errors import DataError
+from realign.records.metrics.samples import show_row, spoken
 from realign.runtime import Experiment, LocalRuntime
 from realign.runtime.calls import call
 from realign.runtime.checks.auto_memory import decided
 from realign.runtime.checks.before_loading import check_ready, try_interfaces, writable
 from realign.runtime.checks.device_estimate import DeviceEstimate, estimate, free_memory, longest_prompt, show
 from realign.runtime.checks.meshes import describe_meshes
-from realign.runtime.metrics.samples import show_row, spoken
 from realign.runtime.resume import find_start
 from realign.runtime.run_checkpoints import check_frozen, frozen_weights, restore
 from realign.runtime.run_experiment import cluster_for, open_runtime

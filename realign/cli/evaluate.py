@@ -23,8 +23,8 @@ from realign.config.errors import ConfigError, suggest
 from realign.config.experiment import as_node
 from realign.config.files import EXPERIMENT
 from realign.own_files import OwnFiles, open_regular, replace_text
-from realign.runtime.metrics.samples import readable
-from realign.runtime.metrics.shown_metrics import number
+from realign.records.metrics.samples import readable
+from realign.records.metrics.shown_metrics import number
 from realign.runtime.standalone_evaluation import Outcome, StandaloneEvaluations
 from realign.settings import Count, Settings
 from realign.version import installed_version

@@ -16,9 +16,10 @@ from typing import Any
 from transformers.utils.logging import disable_progress_bar
 
 from realign.cli.model_card import model_card
-from realign.engines.files.adapters import CONFIG, AdapterFolder, absolute, find_adapter
-from realign.engines.files.folders import AVERAGED, save_folder
-from realign.engines.files.model_folder import (
+from realign.errors import ConfigError, DataError, TransientError
+from realign.models.files.adapters import CONFIG, AdapterFolder, absolute, find_adapter
+from realign.models.files.folders import AVERAGED, save_folder
+from realign.models.files.model_folder import (
     check_hub,
     check_links,
     check_model_folder,
@@ -26,7 +27,7 @@ from realign.engines.files.model_folder import (
     quiet_transformers,
     weight_names,
 )
-from realign.engines.files.tokenizers import (
+from realign.models.files.tokenizers import (
     TOKENIZER_FILES,
     align_end_tokens,
     has_tokenizer,
@@ -34,7 +35,6 @@ from realign.engines.files.tokenizers import (
     reread_difference,
     save_tokenizer,
 )
-from realign.errors import ConfigError, DataError, TransientError
 from realign.own_files import copy_file, replace_text
 from realign.report.files import is_run
 from realign.text import visible
@@ -217,8 +217,8 @@ def _copy_files(folder: Path, new: Path) -> None:
 
 def _write_merged(new: Path, adapter: AdapterFolder, tokenizer: Any) -> None:
     """Write the base model with the adapter merged into it, in fp32. It stops at the end tokens of the tokenizer."""
-    from realign.engines.module_reader import ModuleReader
-    from realign.engines.network.heads import Causal, Score
+    from realign.models.module_reader import ModuleReader
+    from realign.models.network.heads import Causal, Score
 
     head = Score() if adapter.head_names() else Causal()
     reader = ModuleReader("model", f"export {str(adapter.path)!r}", str(adapter.path), adapter, head)

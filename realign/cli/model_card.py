@@ -12,8 +12,8 @@ from typing import Any
 import yaml
 
 from realign.config.trees import get
-from realign.engines.files.adapters import AdapterFolder
-from realign.engines.files.model_folder import read_object
+from realign.models.files.adapters import AdapterFolder
+from realign.models.files.model_folder import read_object
 from realign.report.files import json_lines, number, yaml_object
 from realign.rewards.pool.secrets import masked_text, secret_variables
 from realign.text import visible

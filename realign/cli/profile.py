@@ -14,7 +14,7 @@ from transformers.utils.logging import disable_progress_bar
 from realign.cli.arguments import split_options
 from realign.cli.train import built, is_one_of_many
 from realign.errors import ConfigError
-from realign.runtime.checkpoint.random_generators import seed_random
+from realign.records.checkpoint.random_generators import seed_random
 from realign.runtime.checks.before_loading import check_ready
 from realign.runtime.profiling import TRACE, ProfileOptions, StepProfile, profile_steps
 from realign.runtime.resume import find_start

@@ -93,7 +93,7 @@ class Serve(Settings):
         Args:
             key: key that clients must send.
         """
-        from realign.engines.sampling.background import StreamingEngine
+        from realign.samplers.in_process.background import StreamingEngine
 
         model = self.model.load("serve", seed=self.seed)
         open_sampler(self.model, model)

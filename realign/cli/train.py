@@ -140,8 +140,8 @@ def run_alone(
         command: Words of the command line that repeats the run; None if there is none.
         shown: Where the launch table and the progress are shown.
     """
+    from realign.records.checkpoint.last_failure import record_end, recorder
     from realign.runtime import run
-    from realign.runtime.checkpoint.last_failure import record_end, recorder
     from realign.runtime.processes.watchdog import watchdog_for
 
     watch = watchdog_for(experiment.runtime)
@@ -169,7 +169,7 @@ def on_ranks(command: Callable[[Start], int], debug: bool, words: Sequence[str] 
     # without a server, torch's store prints the C++ stack of each failed request at level WARNING
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from realign.config.composition import config_of
-    from realign.engines.distributed.ranks import launched
+    from realign.ranks import launched
     from realign.runtime.processes.rendezvous import met
 
     meeting: Meeting | None = None
@@ -220,8 +220,8 @@ def _take_part(
     meeting: Meeting, experiment: Experiment, checked: Callable[[], None] | None, words: Sequence[str] | None = None
 ) -> None:
     """Take part in a run of several ranks. Only the first rank has `checked`, and shows progress."""
+    from realign.records.checkpoint.last_failure import record_end, recorder
     from realign.runtime import run
-    from realign.runtime.checkpoint.last_failure import record_end, recorder
 
     shown = None if checked is None else console()
     begin = None if checked is None or shown is None else _beginning(experiment, checked, shown)

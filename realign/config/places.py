@@ -63,7 +63,7 @@ ROOTS: Mapping[str, Root] = MappingProxyType(
         "calibration": Root("realign.runtime.RewardCalibration", "realign.runtime.RewardCalibration"),
         "runtime": Root("realign.runtime.RuntimeSpec", "realign.runtime.RuntimeSpec"),
         "rollout": Root("realign.runtime.RolloutSpec", "realign.runtime.RolloutSpec"),
-        "trackers": Root("realign.runtime.metrics.trackers.TrackerSpec", per_role=True),
+        "trackers": Root("realign.records.metrics.trackers.TrackerSpec", per_role=True),
         "callbacks": Root("realign.api.callback.Callback", per_role=True),
     }
 )

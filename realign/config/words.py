@@ -54,7 +54,7 @@ class Package(NamedTuple):
 
 PACKAGES: Mapping[str, Package] = MappingProxyType(
     {
-        "realign.api.sampler.SamplerSpec": Package("realign.engines"),
+        "realign.api.sampler.SamplerSpec": Package("realign.samplers"),
         "realign.api.callback.Callback": Package("realign.runtime.callbacks"),
         "realign.runtime.evaluation.base.Evaluator": Package("realign.runtime"),
         "realign.api.interface.ModelInterface": Package("realign.interfaces", "Interface"),

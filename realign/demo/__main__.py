@@ -18,8 +18,8 @@ from realign.config import ConfigError, build_experiment, compose
 from realign.demo.arithmetic import prepare, readable
 from realign.demo.launch import Demo, keep_record, launch, median, remove_earlier
 from realign.demo.tiny import Task
+from realign.records.metrics.curves import draw_curves
 from realign.runtime import Experiment, RunResult, run
-from realign.runtime.metrics.curves import draw_curves
 
 NAME = "demo"
 SFT = "sft"

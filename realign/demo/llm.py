@@ -25,8 +25,8 @@ from realign.config import ConfigError, build_experiment, compose
 from realign.demo import reasoning
 from realign.demo.launch import Demo, keep_record, launch, median, remove_earlier
 from realign.demo.smollm2 import smollm2
+from realign.records.metrics.curves import draw_curves
 from realign.runtime import Evaluation, Experiment, RunResult, run
-from realign.runtime.metrics.curves import draw_curves
 from realign.text import visible
 
 NAME = "llm"

@@ -27,9 +27,9 @@ from realign.config import ConfigError, build_experiment, compose
 from realign.demo.launch import Demo, keep_record, launch, remove_earlier
 from realign.demo.sentiment import GOLD, SentimentTask, prepare
 from realign.errors import DataError
+from realign.records.metrics.curves import draw_curves
 from realign.rewards import RewardFunction, load_function
 from realign.runtime import Evaluation, Experiment, LossEvaluation, RunResult, run
-from realign.runtime.metrics.curves import draw_curves
 
 Sample = dict[str, Any]
 

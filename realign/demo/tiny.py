@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from realign.engines.files.model_folder import quiet_transformers
+from realign.models.files.model_folder import quiet_transformers
 from realign.own_files import replace_text
 
 PAD, EOS = "<pad>", "<|endoftext|>"  # transformers expects this EOS token of a Qwen2 tokenizer

@@ -27,8 +27,8 @@ from realign.api.microbatch import MicroBatchSpec
 from realign.api.model import Model, ModelSpec
 from realign.api.sample import INDEX_KEYS, TOKENS, SequenceSample
 from realign.api.stats import Stats
-from realign.engines.distributed.ranks import current
 from realign.errors import ConfigError, DataError
+from realign.ranks import current
 
 _WHERE = "cached_where"
 

@@ -13,14 +13,14 @@ import torch
 from torch import nn
 
 from realign.api.memory import MemoryWork, RoleMemory
-from realign.engines.model_shape import ModelShape
-from realign.engines.network.heads import ValueHead, ValueHidden
-from realign.engines.network.passes import MIN_ROWS
-from realign.engines.sampling.compiled.fusion import CPU_BYTES, FAMILIES
-from realign.engines.sampling.decode import LOGIT_ELEMENTS, PREFILL_TOKENS, cache_bytes
-from realign.engines.sampling.in_process import InProcessSampling
 from realign.engines.training.optimizer import OptimizerSpec
 from realign.functional.logprobs import chunk_tokens
+from realign.models.model_shape import ModelShape
+from realign.models.network.heads import ValueHead, ValueHidden
+from realign.models.network.passes import MIN_ROWS
+from realign.samplers.in_process.compiled.fusion import CPU_BYTES, FAMILIES
+from realign.samplers.in_process.decode import LOGIT_ELEMENTS, PREFILL_TOKENS, cache_bytes
+from realign.samplers.in_process.settings import InProcessSampling
 
 FP32 = 4
 RUNNING_PAIRS = 2

@@ -15,15 +15,18 @@ from realign.api.memory import MemoryChoice, MemoryWork, RoleMemory
 from realign.api.model import Compute, Model, ModelFacts, ModelSpec, TokenizerSource
 from realign.api.sampler import Sampler, SamplerSpec
 from realign.api.seeds import derive_seed
-from realign.engines.device import DType, disable_tf32, pick_device, products_dtype, use_deterministic_algorithms
-from realign.engines.distributed.ranks import current
 from realign.engines.distributed.sharding import Sharding, check_reference
-from realign.engines.files.adapters import AdapterFolder, AdapterStart, check_continues, find_adapter, is_adapter
-from realign.engines.files.folders import read_states
-from realign.engines.files.model_folder import check_hub, check_path, hash_of_folders, readable, weight_names
-from realign.engines.files.tokenizers import align_end_tokens, check_inherited, check_source, has_tokenizer, read_source
-from realign.engines.files.unread import has_unread
-from realign.engines.module_reader import (
+from realign.engines.shared_model import Share, SharedModel
+from realign.engines.training.load_balancing import LoadBalancing
+from realign.engines.training.optimizer import OptimizerSpec, ScheduleKind
+from realign.errors import ConfigError, SettingsError
+from realign.models.device import DType, disable_tf32, pick_device, products_dtype, use_deterministic_algorithms
+from realign.models.files.adapters import AdapterFolder, AdapterStart, check_continues, find_adapter, is_adapter
+from realign.models.files.folders import read_states
+from realign.models.files.model_folder import check_hub, check_path, hash_of_folders, readable, weight_names
+from realign.models.files.tokenizers import align_end_tokens, check_inherited, check_source, has_tokenizer, read_source
+from realign.models.files.unread import has_unread
+from realign.models.module_reader import (
     ModuleReader,
     check_4bit,
     check_head,
@@ -31,17 +34,14 @@ from realign.engines.module_reader import (
     read_value_head,
     settings_4bit,
 )
-from realign.engines.network.heads import Causal, Head, ValueHead, is_encoder_decoder
-from realign.engines.network.kernels import Backend, missing_package, preferred_kernel
-from realign.engines.network.passes import ParallelPasses, SharedPrompts
-from realign.engines.network.settings import NetworkSettings, TorchCompile
-from realign.engines.network.trains import All, Lora, TopLayers, Trained, load_adapters, require_peft
-from realign.engines.sampling.compiled.library import CompiledDecode
-from realign.engines.sampling.in_process import InProcessSampling
-from realign.engines.shared_model import Share, SharedModel
-from realign.engines.training.load_balancing import LoadBalancing
-from realign.engines.training.optimizer import OptimizerSpec, ScheduleKind
-from realign.errors import ConfigError, SettingsError
+from realign.models.network.heads import Causal, Head, ValueHead, is_encoder_decoder
+from realign.models.network.kernels import Backend, missing_package, preferred_kernel
+from realign.models.network.passes import ParallelPasses, SharedPrompts
+from realign.models.network.settings import NetworkSettings, TorchCompile
+from realign.models.network.trains import All, Lora, TopLayers, Trained, load_adapters, require_peft
+from realign.ranks import current
+from realign.samplers.in_process.compiled.library import CompiledDecode
+from realign.samplers.in_process.settings import InProcessSampling
 from realign.settings import Auto, Range, Settings
 
 if TYPE_CHECKING:
@@ -175,7 +175,7 @@ class TransformersModel(Settings, ModelSpec):
     def memory_model(self, name: str, device: torch.device, ranks: int) -> MemoryModel:
         """Return the formula of the memory of the role `name` on each of several ranks; see `memory`."""
         from realign.engines.memory import MemoryModel
-        from realign.engines.model_shape import read_shape
+        from realign.models.model_shape import read_shape
 
         path = self._base_path(name)
         with readable(f"models.{name}: cannot read the config in {path!r}"):
@@ -223,7 +223,7 @@ class TransformersModel(Settings, ModelSpec):
             ConfigError: the config cannot be read.
         """
         from realign.engines.distributed.divisions import Divisions
-        from realign.engines.model_shape import without_memory
+        from realign.models.model_shape import without_memory
 
         path = self._base_path(name)
         with readable(f"models.{name}: cannot read the config in {path!r}"):
@@ -491,7 +491,7 @@ class TransformersModel(Settings, ModelSpec):
         module = (module if self.load_in_4bit else module.to(device)).eval()
         probed = value_head = None
         if has_unread(module):
-            from realign.engines.network.probe import small_model
+            from realign.models.network.probe import small_model
 
             top = 0 if self._value_head is None else self._value_head.layers
             kind = self.head.auto_class(module.config)
@@ -564,7 +564,7 @@ class TransformersModel(Settings, ModelSpec):
     @override
     def background_sampler(self, name: str, *, seed: int, recompute: bool) -> Sampler:
         """Sample many calls together, from a copy of the model without its moving average."""
-        from realign.engines.sampling.background import StreamingEngine
+        from realign.samplers.in_process.background import StreamingEngine
 
         engine = self.for_sampling().load(name, seed=seed).engine
         return StreamingEngine(name, engine, recompute=recompute)

@@ -9,7 +9,6 @@ from realign.runtime.evaluation.generation import Evaluation
 from realign.runtime.evaluation.loss import LossEvaluation
 from realign.runtime.experiment import Experiment
 from realign.runtime.local import LocalRuntime
-from realign.runtime.metrics.trackers import MLflow, SwanLab, TensorBoard, Tracker, TrackerSpec, Trackio, WandB
 from realign.runtime.rollout.dynamic_sampling import DynamicSampling
 from realign.runtime.rollout.spec import Async, OnUpdate, RolloutSpec
 from realign.runtime.run_experiment import run
@@ -29,7 +28,6 @@ __all__ = [
     "Local",
     "LocalRuntime",
     "LossEvaluation",
-    "MLflow",
     "ModelSpec",
     "OnUpdate",
     "Placement",
@@ -38,11 +36,5 @@ __all__ = [
     "RolloutSpec",
     "RunResult",
     "RuntimeSpec",
-    "SwanLab",
-    "TensorBoard",
-    "Tracker",
-    "TrackerSpec",
-    "Trackio",
-    "WandB",
     "run",
 ]

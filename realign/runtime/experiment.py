@@ -26,11 +26,12 @@ from realign.api import (
 from realign.api.engine import role_of_hidden
 from realign.data import DataSpec
 from realign.data.curriculum import Curriculum
-from realign.engines.files.folders import AVERAGED, check_name
 from realign.engines.shared_model import Share, SharedModel, check_shared
 from realign.errors import ConfigError, SettingsError
+from realign.models.files.folders import AVERAGED, check_name
+from realign.records.checkpoint.folder import CHECKPOINTS
+from realign.records.metrics.trackers import TrackerSpec
 from realign.run_settings import MicroBatchLimits, RunSettings
-from realign.runtime.checkpoint.folder import CHECKPOINTS
 from realign.runtime.evaluation.base import Evaluator
 from realign.runtime.evaluation.calibration import RewardCalibration
 from realign.runtime.graph_checks import (
@@ -42,7 +43,6 @@ from realign.runtime.graph_checks import (
     check_syncs,
     check_temperatures,
 )
-from realign.runtime.metrics.trackers import TrackerSpec
 from realign.runtime.rollout.dynamic_sampling import DynamicSampling
 from realign.runtime.rollout.spec import RolloutSpec
 from realign.runtime.rollout.spec import Sync as SyncRollout

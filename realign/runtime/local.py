@@ -30,8 +30,11 @@ from realign.api.stats import TracedSequence
 from realign.data import Dataset
 from realign.data.dataset import content_hash
 from realign.data.encoding import DecodedSequence, decoded_row
-from realign.engines.distributed.ranks import current
 from realign.errors import ConfigError, RunError
+from realign.ranks import current
+from realign.records.metrics.details import Spans
+from realign.records.metrics.samples import readable
+from realign.records.recorded_calls import ROLLOUT, StepHook, call_key, only
 from realign.runtime.calls import call, is_stale
 from realign.runtime.checks.auto_memory import decided
 from realign.runtime.checks.before_loading import open_interfaces, used_interfaces
@@ -41,12 +44,9 @@ from realign.runtime.datasets import load_datasets
 from realign.runtime.evaluation.base import in_set
 from realign.runtime.evaluation.scores import sequence_stats
 from realign.runtime.experiment import Experiment
-from realign.runtime.metrics.details import Spans
-from realign.runtime.metrics.samples import readable
 from realign.runtime.models import external_samplers, load_models, save_on_all_ranks
 from realign.runtime.out_of_memory import SMALLER, memory_limited
 from realign.runtime.processes.watchdog import Watch
-from realign.runtime.recorded_calls import ROLLOUT, StepHook, call_key, only
 from realign.runtime.reference_cache import load_with_cache, read_references, score_rows
 from realign.runtime.role_sync import RoleSync
 from realign.runtime.rollout.asynchronous import RolloutAhead

@@ -16,11 +16,11 @@ from realign.api.router_experts import ROUTER_EXPERTS
 from realign.api.sampler import ConfiguresSampler, Sampler
 from realign.api.sampling_mask import SAMPLING_MASK
 from realign.engines import SharedModel
-from realign.engines.distributed.ranks import current
-from realign.engines.files.folders import AVERAGED, write_state
-from realign.engines.files.tokenizers import HasVocabulary, check_vocabulary
 from realign.errors import ConfigError, DataError, RealignError
+from realign.models.files.folders import AVERAGED, write_state
+from realign.models.files.tokenizers import HasVocabulary, check_vocabulary
 from realign.own_files import refuse_link
+from realign.ranks import current
 from realign.runtime.experiment import Experiment
 
 LoadOwn: TypeAlias = Callable[[Mapping[str, ModelSpec], int], dict[str, Model]]

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 import torch
 
-from realign.engines.distributed.ranks import current
 from realign.errors import RunError
+from realign.ranks import current
 
 OTHER_ALLOCATORS = re.compile(
     r"can't allocate memory"  # torch on CPU

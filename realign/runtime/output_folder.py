@@ -11,14 +11,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from realign.engines.files.folders import check_run_folder
 from realign.errors import ConfigError, TransientError
+from realign.models.files.folders import check_run_folder
 from realign.own_files import FILES, OwnFiles, remove_empty, remove_scratch
-from realign.runtime.checkpoint.folder import CHECKPOINTS, REPLACED
-from realign.runtime.checkpoint.saved_models import FINAL, SAVED
-from realign.runtime.checkpoint.schema import RECORDS
+from realign.records.checkpoint.folder import CHECKPOINTS, REPLACED
+from realign.records.checkpoint.saved_models import FINAL, SAVED
+from realign.records.checkpoint.schema import RECORDS
+from realign.records.recorded_calls import CALLS
 from realign.runtime.experiment import AUTO, CheckpointPart, Experiment
-from realign.runtime.recorded_calls import CALLS
 from realign.runtime.reference_cache import REFERENCES
 
 START = "start"

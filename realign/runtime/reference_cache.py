@@ -13,9 +13,9 @@ from torch import Tensor
 
 from realign.api import RPC, Model, ModelSpec, SequenceSample
 from realign.engines.cached_logprobs import CachedEngine
-from realign.engines.distributed.ranks import current
 from realign.errors import ConfigError
 from realign.own_files import read_regular, replace_bytes
+from realign.ranks import current
 from realign.runtime.calls import call
 from realign.runtime.datasets import Datasets
 from realign.runtime.experiment import Experiment

@@ -12,10 +12,10 @@ from difflib import get_close_matches
 from typing import Any
 
 from realign.errors import CheckpointError, ConfigError, RunComplete
+from realign.records.checkpoint.folder import CHECKPOINTS, Checkpoint, Start, list_checkpoints, newest
+from realign.records.checkpoint.saved_models import FINAL, damage_of
+from realign.records.checkpoint.schema import check_tree
 from realign.runtime.callbacks.run_callbacks import settings_of
-from realign.runtime.checkpoint.folder import CHECKPOINTS, Checkpoint, Start, list_checkpoints, newest
-from realign.runtime.checkpoint.saved_models import FINAL, damage_of
-from realign.runtime.checkpoint.schema import check_tree
 from realign.runtime.experiment import AUTO, CheckpointPart, Experiment
 from realign.runtime.processes.watchdog import WorkerLost
 from realign.runtime.run_checkpoints import config_leaves, config_of, environment

@@ -10,7 +10,7 @@ from torch import Tensor
 from realign.api import Model, Sync
 from realign.engines.training.weights import check_weights, shapes_of
 from realign.errors import ConfigError, RealignError
-from realign.runtime.checkpoint.serialize import hash_of
+from realign.records.checkpoint.serialize import hash_of
 
 VERIFIED = 2
 """Number of first copies to verify, per role and process."""

@@ -23,19 +23,19 @@ import torch
 
 from realign.api import Model
 from realign.engines.cached_logprobs import CachedEngine
-from realign.engines.distributed.ranks import current
 from realign.engines.shared_model import ReferenceEngine
 from realign.errors import CheckpointError, TransientError
+from realign.ranks import current
+from realign.records.checkpoint.folder import CHECKPOINTS, CheckpointWriter, Start, failed_write
+from realign.records.checkpoint.random_generators import random_state, restore_random
+from realign.records.checkpoint.saved_models import FINAL, Saves, hashes_of
+from realign.records.checkpoint.schema import MISFIT, load_state, refuse_misfit
+from realign.records.checkpoint.serialize import hash_of, tensors_of
+from realign.records.metrics.records import Records
 from realign.runtime.callbacks.run_callbacks import RunCallbacks
-from realign.runtime.checkpoint.folder import CHECKPOINTS, CheckpointWriter, Start, failed_write
-from realign.runtime.checkpoint.random_generators import random_state, restore_random
-from realign.runtime.checkpoint.saved_models import FINAL, Saves, hashes_of
-from realign.runtime.checkpoint.schema import MISFIT, load_state, refuse_misfit
-from realign.runtime.checkpoint.serialize import hash_of, tensors_of
 from realign.runtime.checks.before_loading import used_interfaces
 from realign.runtime.experiment import CheckpointPart, Experiment
 from realign.runtime.local import Counters, LocalRuntime
-from realign.runtime.metrics.records import Records
 from realign.runtime.out_of_memory import SMALLER, memory_limited
 from realign.version import installed_version, version_of
 

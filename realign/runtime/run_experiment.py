@@ -13,16 +13,16 @@ from rich.console import Console
 from realign.api import Callback
 from realign.api.sampler import samples_externally
 from realign.console import lasting_console
-from realign.engines.distributed.ranks import Ranks, current
-from realign.engines.files.folders import check_name, restore_interrupted_saves
 from realign.errors import CheckpointError, ConfigError
-from realign.runtime.checkpoint.folder import Start
-from realign.runtime.checkpoint.random_generators import seed_random
+from realign.models.files.folders import check_name, restore_interrupted_saves
+from realign.ranks import Ranks, current
+from realign.records.checkpoint.folder import Start
+from realign.records.checkpoint.random_generators import seed_random
+from realign.records.metrics.samples import show_lines, show_row
+from realign.records.metrics.trackers import Tracker
 from realign.runtime.checks.before_loading import check_ready, try_interfaces, used_interfaces
 from realign.runtime.experiment import Experiment
 from realign.runtime.local import LocalRuntime
-from realign.runtime.metrics.samples import show_lines, show_row
-from realign.runtime.metrics.trackers import Tracker
 from realign.runtime.output_folder import alone_in, check_output_folder
 from realign.runtime.processes.agreement import check_same_data, check_same_settings
 from realign.runtime.processes.placement import plan_groups

@@ -28,16 +28,16 @@ from rich.text import Text
 
 from realign.api import DataflowGraph
 from realign.api.callback import EndEvent, EndStatus
-from realign.engines.distributed.ranks import command_words
 from realign.own_files import read_regular, replace_text
-from realign.runtime.checkpoint.folder import CHECKPOINTS
-from realign.runtime.checkpoint.saved_models import FINAL
+from realign.ranks import command_words
+from realign.records.checkpoint.folder import CHECKPOINTS
+from realign.records.checkpoint.saved_models import FINAL
+from realign.records.metrics.run_log import NAME as LOG
+from realign.records.metrics.run_log import RunLog
+from realign.records.metrics.shown_metrics import MetricSummary, headline, metric_summaries, number, panels
 from realign.runtime.checks.during_training import signs
 from realign.runtime.experiment import Experiment
 from realign.runtime.local import LocalRuntime
-from realign.runtime.metrics.run_log import NAME as LOG
-from realign.runtime.metrics.run_log import RunLog
-from realign.runtime.metrics.shown_metrics import MetricSummary, headline, metric_summaries, number, panels
 from realign.version import installed_version, version_of
 
 RUN_JSON, SUMMARY_JSON = "run.json", "summary.json"

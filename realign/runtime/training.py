@@ -16,25 +16,25 @@ from rich.console import Console
 
 from realign.api import DataflowGraph, ModelInterface, SequenceSample
 from realign.api.callback import EndEvent, EndStatus, StartEvent
-from realign.engines.distributed.ranks import current, is_on_all_ranks
 from realign.own_files import replace_text
+from realign.ranks import current, is_on_all_ranks
+from realign.records.checkpoint.folder import Start
+from realign.records.checkpoint.saved_models import Saves
+from realign.records.checkpoint.serialize import pack
+from realign.records.metrics.curves import draw_curves
+from realign.records.metrics.details import RunDetails
+from realign.records.metrics.live_display import LiveDisplay
+from realign.records.metrics.records import Records
+from realign.records.metrics.samples import SHOWN, show
+from realign.records.metrics.shown_metrics import headline, panels, targets
+from realign.records.metrics.trackers import BestEffortTracker, Tracker
+from realign.records.recorded_calls import CallRecorder
 from realign.runtime.callbacks.run_callbacks import RunCallbacks, Stop, settings_of
-from realign.runtime.checkpoint.folder import Start
-from realign.runtime.checkpoint.saved_models import Saves
-from realign.runtime.checkpoint.serialize import pack
 from realign.runtime.checks.during_training import RECENT, signs
 from realign.runtime.experiment import CheckpointPart, Experiment
 from realign.runtime.local import LocalRuntime
-from realign.runtime.metrics.curves import draw_curves
-from realign.runtime.metrics.details import RunDetails
-from realign.runtime.metrics.live_display import LiveDisplay
-from realign.runtime.metrics.records import Records
-from realign.runtime.metrics.samples import SHOWN, show
-from realign.runtime.metrics.shown_metrics import headline, panels, targets
-from realign.runtime.metrics.trackers import BestEffortTracker, Tracker
 from realign.runtime.output_folder import take_output_folder
 from realign.runtime.processes.watchdog import Watch, WorkerHangs, WorkerLost
-from realign.runtime.recorded_calls import CallRecorder
 from realign.runtime.reference_cache import write_references
 from realign.runtime.resume import DYNAMIC_SAMPLING, settings_hash
 from realign.runtime.rollout.dynamic_sampling import TaskSolved

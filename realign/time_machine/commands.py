@@ -22,8 +22,8 @@ from realign.text import visible
 from realign.time_machine.earlier_run import check_writable, chosen_out, experiment_of, run_and_step, run_folder
 
 if TYPE_CHECKING:
+    from realign.records.checkpoint.folder import Checkpoint
     from realign.runtime import Experiment
-    from realign.runtime.checkpoint.folder import Checkpoint
     from realign.runtime.local import LocalRuntime
     from realign.time_machine.replay import ReplayedStep
 

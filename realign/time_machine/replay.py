@@ -31,25 +31,25 @@ from realign.api.lengths import Lengths
 from realign.api.rewards import Verifier
 from realign.api.sampler import samples_externally
 from realign.api.stats import TracedSequence
-from realign.engines.sampling.in_process import InProcessSampling
 from realign.errors import CheckpointError, ConfigError
 from realign.own_files import OwnFiles, read_regular, refuse_link, replace_bytes, replace_text
+from realign.records.checkpoint.folder import CHECKPOINTS, Checkpoint, CorruptCheckpoint, Start, list_checkpoints
+from realign.records.checkpoint.random_generators import seed_random
+from realign.records.checkpoint.serialize import hash_of
+from realign.records.metrics.details import token_records
+from realign.records.metrics.samples import readable
+from realign.records.recorded_calls import CALLS, ROLLOUT, RecordedCall, StepHook, read_calls, recorded_calls_path
 from realign.report.files import json_lines
 from realign.run_settings import RecordSpec
-from realign.runtime.checkpoint.folder import CHECKPOINTS, Checkpoint, CorruptCheckpoint, Start, list_checkpoints
-from realign.runtime.checkpoint.random_generators import seed_random
-from realign.runtime.checkpoint.serialize import hash_of
 from realign.runtime.experiment import CheckpointPart, Experiment
 from realign.runtime.local import LocalRuntime
-from realign.runtime.metrics.details import token_records
-from realign.runtime.metrics.samples import readable
-from realign.runtime.recorded_calls import CALLS, ROLLOUT, RecordedCall, StepHook, read_calls, recorded_calls_path
 from realign.runtime.reference_cache import read_references
 from realign.runtime.resume import find_start
 from realign.runtime.rollout.spec import Sync
 from realign.runtime.run_checkpoints import continue_from, frozen_weights
 from realign.runtime.run_report import RUN_JSON, parent_of, run_json
 from realign.runtime.runtime_spec import Local
+from realign.samplers.in_process.settings import InProcessSampling
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,9 @@ import torch
 
 from realign.api import MicroBatchSpec
 from realign.api.engine import copied_head, role_of_hidden
-from realign.engines import Lora, OptimizerSpec, Score, SharedModel, TopLayers, TransformersModel
+from realign.engines import OptimizerSpec, SharedModel, TransformersModel
 from realign.functional import LMHead
+from realign.models import Lora, Score, TopLayers
 from realign.testing import BigramEngine
 from tests.tiny import random_sample, save_tiny, tiny_engine
 
@@ -41,7 +42,7 @@ def test_the_head_of_an_engine_in_this_process_follows_training_and_the_copy_doe
 
 
 def test_the_head_is_restricted_to_the_vocabulary_of_the_config(tmp_path):
-    from realign.engines import Causal
+    from realign.models import Causal
 
     spec = TransformersModel(str(save_tiny(tmp_path / "m")), device="cpu", head=Causal(vocabulary=40))
     engine = spec.load("teacher", seed=0).engine

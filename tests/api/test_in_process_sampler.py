@@ -11,7 +11,7 @@ from realign.api.in_process_sampler import IN_PROCESS
 from realign.api.sampler import requests_of
 from realign.errors import ConfigError
 from realign.testing import SAMPLER_CHECKS, BigramEngine, check_sampler
-from tests.samplers import CONFIG, prompts
+from tests.table_sampler import CONFIG, prompts
 from tests.tiny import tiny_engine
 from tests.toys import BigramModel
 

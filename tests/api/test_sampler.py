@@ -17,9 +17,10 @@ from realign.api.sampler import (
     sample_of,
     samples_externally,
 )
-from realign.engines import InProcessSampling, TransformersModel
+from realign.engines import TransformersModel
+from realign.samplers import InProcessSampling
 from realign.testing import SAMPLER_CHECKS, BigramEngine, check_sampler
-from tests.samplers import CONFIG, TableSampler, TableSampling, prompts
+from tests.table_sampler import CONFIG, TableSampler, TableSampling, prompts
 
 
 def table(**settings) -> TableSampler:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks import decode
-from tests.engines.sampling.compiled.native import requires_compiler
+from tests.samplers.in_process.compiled.native import requires_compiler
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks import gpu, gpu_plan
 from benchmarks.batches import prompts
-from realign.engines.sampling.decode import Rollout
+from realign.samplers.in_process.decode import Rollout
 
 
 def results(folder):

@@ -12,7 +12,7 @@ from realign.config.errors import ConfigError
 from realign.data import Template
 from realign.errors import DataError
 from tests.data.text_tokenizer import TURNS
-from tests.samplers import TableSampling
+from tests.table_sampler import TableSampling
 from tests.tiny import save_tiny, tiny_tokenizer
 
 SHORT = ["generation.max_new_tokens=4", "generation.fixed_length=true"]
@@ -114,7 +114,7 @@ def test_the_command_answers_the_lines_of_stdin(folder, capsys, monkeypatch):
 
 def test_an_external_sampler_answers_and_is_closed(folder):
     TableSampling.opened.clear()
-    words = [folder, *SHORT, "model.sampler._target_=tests.samplers.TableSampling", "model.sampler.words=97"]
+    words = [folder, *SHORT, "model.sampler._target_=tests.table_sampler.TableSampling", "model.sampler.words=97"]
     said = answers(words, ["a", "a"])
     assert len(said) == 2
     assert said != answers([folder, *SHORT], ["a", "a"])

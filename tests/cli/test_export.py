@@ -22,7 +22,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 import realign
 from realign.api import MicroBatchSpec
 from realign.cli import commands as cli
-from realign.engines import Lora, OptimizerSpec, Score, TransformersModel
+from realign.engines import OptimizerSpec, TransformersModel
+from realign.models import Lora, Score
 from realign.version import installed_version
 from tests.tiny import random_sample, save_tiny, tiny_tokenizer
 

@@ -15,16 +15,18 @@ from realign.api import (
     rl_graph,
 )
 from realign.cli.launch_table import derived_rows
-from realign.engines import DType, InProcessSampling, OptimizerSpec, SharedModel, TransformersModel, Value
+from realign.engines import OptimizerSpec, SharedModel, TransformersModel
 from realign.errors import ConfigError
 from realign.interfaces.components import EarlyStop, ImportanceCorrection, KLPenalty, RatioRange, RewardShaping
 from realign.interfaces.ppo import PPOActorInterface
 from realign.interfaces.rule_reward import RuleRewardInterface
+from realign.models import DType, Value
 from realign.rewards.terms import FunctionTerm
 from realign.runtime import DynamicSampling, Evaluation, Experiment
+from realign.samplers import InProcessSampling
 from realign.settings import Settings
 from tests.config_parts import Actor, Bigram, CountThrees, Prompts
-from tests.samplers import TableSampling
+from tests.table_sampler import TableSampling
 
 
 @dataclass

@@ -16,17 +16,8 @@ from realign.interfaces.components.correction import ImportanceCorrection, Ratio
 from realign.interfaces.environment import EnvironmentInterface
 from realign.interfaces.grpo import GRPOActorInterface
 from realign.interfaces.rule_reward import RuleRewardInterface
-from realign.runtime import (
-    EpisodeEvaluation,
-    Evaluation,
-    Experiment,
-    LossEvaluation,
-    MLflow,
-    SwanLab,
-    TensorBoard,
-    Trackio,
-    WandB,
-)
+from realign.records import MLflow, SwanLab, TensorBoard, Trackio, WandB
+from realign.runtime import EpisodeEvaluation, Evaluation, Experiment, LossEvaluation
 from realign.runtime.callbacks import EarlyStopping
 from tests.config_parts import EXPERIMENT, write_experiment
 
@@ -85,7 +76,7 @@ def test_the_command_line_sets_fields_of_a_word_in_a_file(tmp_path):
     ],
 )
 def test_a_word_selects_a_tracker(tmp_path, monkeypatch, words, cls, fields):
-    monkeypatch.setattr("realign.runtime.metrics.trackers._extra", lambda module, extra: None)
+    monkeypatch.setattr("realign.records.metrics.trackers._extra", lambda module, extra: None)
     conf = write_experiment(tmp_path, text=EXPERIMENT)
     experiment = build_experiment(compose(["experiment=bigram", *words], conf))
     assert experiment.trackers == {"a": cls(**fields)}
@@ -128,7 +119,7 @@ def test_null_removes_a_callback(tmp_path, nothing):
             "unknown key 'callbacks.stop.patence'; did you",
         ),
         (["callbacks.stop=early_stopping", "callbacks.stop.patience=0"], "callbacks.stop.patience=0: must be at least"),
-        (["callbacks.stop._target_=realign.runtime.TensorBoard"], "TensorBoard is not a Callback"),
+        (["callbacks.stop._target_=realign.records.TensorBoard"], "TensorBoard is not a Callback"),
         (["callbacks=null"], "callbacks: expected a component, found null"),
     ],
 )

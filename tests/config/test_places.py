@@ -62,7 +62,7 @@ def test_a_word_at_the_root_of_a_component_is_the_module_of_the_class(key, word,
     [
         ("interfaces.actor.objective={_target_: gspo, low: 0.1}", "realign.interfaces.components.objectives.Gspo"),
         ("interfaces.actor.advantage={_target_: gae, lam: 0.9}", "realign.interfaces.components.advantages.GAE"),
-        ("models.actor.trains={_target_: lora, rank: 2}", "realign.engines.Lora"),
+        ("models.actor.trains={_target_: lora, rank: 2}", "realign.models.Lora"),
         ("evaluation={_target_: evaluation, every_steps: 3, data: {path: h.jsonl}}", "realign.runtime.Evaluation"),
         ("data={_target_: prompts, limit: 3}", "realign.data.PromptData"),
         ("runtime={_target_: local}", "realign.runtime.Local"),

@@ -13,7 +13,7 @@ from realign.config import ConfigError, build, build_experiment, compose, words
 from realign.config.construct import import_path, import_target, members_of
 from realign.config.inspection import Definition, class_at
 from realign.config.words import class_of_word, component_bases, snake_case
-from realign.engines import InProcessSampling, Sglang, Vllm
+from realign.samplers import InProcessSampling, Sglang, Vllm
 from tests.config.components import (
     GAE,
     HERE,
@@ -32,7 +32,7 @@ from tests.config.components import (
     Trains,
     Zero,
 )
-from tests.samplers import TableSampling
+from tests.table_sampler import TableSampling
 
 
 def words_of(base: type) -> dict[str, type]:
@@ -156,7 +156,7 @@ def test_the_words_of_a_contract_are_the_classes_that_its_package_exports(monkey
 
 
 WORD, SLOTS = "models.actor.sampler=in_process_sampling", "models.actor.sampler.max_slots=4"
-TARGET, BITWISE = "models.actor.sampler._target_=tests.samplers.TableSampling", "models.actor.sampler.bitwise=true"
+TARGET, BITWISE = "models.actor.sampler._target_=tests.table_sampler.TableSampling", "models.actor.sampler.bitwise=true"
 
 
 @pytest.mark.parametrize(

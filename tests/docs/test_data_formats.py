@@ -11,7 +11,7 @@ import pytest
 from realign import data
 from realign.config.construct import fill
 from realign.data.encoding import decoded_row
-from realign.runtime.metrics.samples import row_text
+from realign.records.metrics.samples import row_text
 from tests.data.chat_templates import CHATML, chat_tokenizer
 from tests.docs import pages
 

@@ -10,9 +10,10 @@ import torch
 from transformers import LlamaConfig, Qwen2Config
 
 from realign.api.memory import MemoryWork
-from realign.engines import Causal, Lora, OptimizerSpec
+from realign.engines import OptimizerSpec
 from realign.engines.memory import MemoryModel
-from realign.engines.model_shape import shape_of
+from realign.models import Causal, Lora
+from realign.models.model_shape import shape_of
 
 PAGE = (Path(__file__).parents[2] / "docs" / "guides" / "sizing.md").read_text(encoding="utf-8")
 ROWS = dict(re.findall(r"^\| (\S+B) \| (.*) \|$", PAGE, re.MULTILINE))

@@ -23,9 +23,9 @@ from realign.api import GenerationConfig, MicroBatchSpec, SequenceSample
 from realign.endpoint import Endpoint, EndpointLimits, Renderer, ServedPolicy, Session, Sessions, caller, server
 from realign.endpoint.requests import read_json
 from realign.endpoint.server import SPARE
-from realign.engines.sampling.background import StreamingEngine
+from realign.samplers.in_process.background import StreamingEngine
 from tests.endpoint.scripted import CONFIG, HELLO, KEY, letters, served, user
-from tests.samplers import TableSampler
+from tests.table_sampler import TableSampler
 from tests.tiny import tiny_engine, tiny_tokenizer
 
 CHAT, X = "/v1/chat/completions", json.dumps({"messages": user("x")}).encode()

@@ -15,7 +15,7 @@ from realign.endpoint import Endpoint, EndpointLimits, Renderer, ServedPolicy, S
 from realign.endpoint.caller import call_beginning
 from realign.endpoint.requests import ApiError
 from tests.endpoint.scripted import END, HELLO, KEY, ScriptedSampler
-from tests.samplers import TableSampler
+from tests.table_sampler import TableSampler
 from tests.tiny import TEXT, VOCAB, tiny_tokenizer
 
 TEMPLATE = (

@@ -10,23 +10,14 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from realign.api import GenerationConfig, Lengths, MicroBatchSpec, SequenceSample
 from realign.api.memory import EstimatesMemory, MemoryWork
-from realign.engines import (
-    Causal,
-    InProcessSampling,
-    Lora,
-    OptimizerSpec,
-    QHeads,
-    TopLayers,
-    TorchOptimizer,
-    TransformersModel,
-    Value,
-    ValueHead,
-)
+from realign.engines import OptimizerSpec, TorchOptimizer, TransformersModel
 from realign.engines.memory import MemoryModel, moment_bytes
-from realign.engines.model_shape import shape_of
-from realign.engines.network import decoder
-from realign.engines.network.kv_cache import KVCache
-from realign.engines.network.passes import SharedPrompts
+from realign.models import Causal, Lora, QHeads, TopLayers, Value, ValueHead
+from realign.models.model_shape import shape_of
+from realign.models.network import decoder
+from realign.models.network.kv_cache import KVCache
+from realign.models.network.passes import SharedPrompts
+from realign.samplers import InProcessSampling
 from tests.tiny import random_sample, save_tiny, tiny_config, tiny_engine
 
 CPU = torch.device("cpu")

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from realign.api import GenerationConfig, MicroBatchSpec, Model
-from realign.engines import Causal, Lora, OptimizerSpec, Score, SharedModel, TopLayers, TransformersModel, ValueHead
+from realign.engines import OptimizerSpec, SharedModel, TransformersModel
 from realign.errors import ConfigError, SettingsError
+from realign.models import Causal, Lora, Score, TopLayers, ValueHead
 from realign.testing import BigramEngine
 from tests.tiny import random_sample, save_tiny
 

@@ -21,24 +21,14 @@ from transformers import (
 )
 
 from realign.api import MicroBatchSpec
-from realign.engines import (
-    All,
-    Causal,
-    DType,
-    HeadInit,
-    Lora,
-    OptimizerSpec,
-    Score,
-    TopLayers,
-    TransformersModel,
-    Value,
-)
-from realign.engines.files.model_folder import check_path
-from realign.engines.network.attention import PackedContext
-from realign.engines.network.heads import read_head
-from realign.engines.servers.vllm import Vllm
+from realign.engines import OptimizerSpec, TransformersModel
 from realign.errors import ConfigError, DataError, RunError, SettingsError, TransientError
 from realign.functional import LMHead
+from realign.models import All, Causal, DType, HeadInit, Lora, Score, TopLayers, Value
+from realign.models.files.model_folder import check_path
+from realign.models.network.attention import PackedContext
+from realign.models.network.heads import read_head
+from realign.samplers.servers.vllm import Vllm
 from tests.tiny import FAMILIES, OTHERS, UNPACKED, random_sample, save_tiny, tiny_engine, tiny_model, tiny_tokenizer
 
 CLASSES = {

@@ -13,8 +13,9 @@ import torch
 from examples import deepspeed_engine
 from examples.deepspeed_engine import DeepSpeedModel
 from realign.demo.arithmetic import prepare
-from realign.engines import Causal, LoadBalancing, OptimizerSpec, QHeads, Sharding, TorchOptimizer, Value, ValueHead
+from realign.engines import LoadBalancing, OptimizerSpec, Sharding, TorchOptimizer
 from realign.errors import ConfigError
+from realign.models import Causal, QHeads, Value, ValueHead
 from realign.testing import check_engine, random_batch
 from tests.engines.distributed import scenarios
 from tests.engines.distributed.run_ranks import run_ranks

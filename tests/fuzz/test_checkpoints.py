@@ -19,7 +19,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from realign.runtime.checkpoint.folder import Checkpoint, CorruptCheckpoint, list_checkpoints, newest, write_checkpoint
+from realign.records.checkpoint.folder import Checkpoint, CorruptCheckpoint, list_checkpoints, newest, write_checkpoint
 from tests.fuzz.refusals import BOUNDED, Refused, attempt
 
 FILES = ("manifest.json", "state.json", "tensors.safetensors")

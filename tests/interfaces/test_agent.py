@@ -25,7 +25,7 @@ from realign.runtime import Async, EpisodeEvaluation, Experiment, run
 from realign.runtime.rollout.spec import Sync
 from tests.environments.environment_fixtures import Tool
 from tests.interfaces.agent_play import batch, lists, play, settings, tokenizer
-from tests.samplers import TableSampler
+from tests.table_sampler import TableSampler
 from tests.tiny import VOCAB, save_tiny, tiny_engine
 
 

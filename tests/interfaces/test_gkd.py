@@ -10,12 +10,13 @@ import torch
 
 from realign.api import GenerationConfig, MicroBatchSpec, Model, SequenceSample, stat_values
 from realign.config import ConfigError, build_experiment, compose
-from realign.engines import Lora, OptimizerSpec, SharedModel, TransformersModel
+from realign.engines import OptimizerSpec, SharedModel, TransformersModel
 from realign.errors import SettingsError
 from realign.interfaces.components import JSD, Divergence, ForwardKL, ReverseKL
 from realign.interfaces.gkd import GIVEN, GKDInterface, dataflow
 from realign.interfaces.reference import ReferenceInterface
 from realign.interfaces.sft import SFTInterface
+from realign.models import Lora
 from realign.runtime import run
 from realign.testing import BigramEngine, random_batch, train_once
 from realign.testing.batches import random_heads

@@ -12,9 +12,10 @@ import torch.nn.functional as F
 
 from realign.api import MicroBatchSpec, Model, SequenceSample, stat_values
 from realign.config import build_experiment, compose
-from realign.engines import Causal, OptimizerSpec, QHeads, TransformersModel, ValueHead
+from realign.engines import OptimizerSpec, TransformersModel
 from realign.interfaces.components import SeqMeanTokenMean, TokenMean
 from realign.interfaces.ilql import ILQLInterface, dataflow, expectile_loss
+from realign.models import Causal, QHeads, ValueHead
 from realign.runtime import run
 from realign.testing import BigramEngine, random_batch
 from tests.tiny import random_sample, save_tiny

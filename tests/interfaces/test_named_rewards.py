@@ -18,11 +18,11 @@ from realign.interfaces import grpo, ppo, raft
 from realign.interfaces.components import RewardShaping
 from realign.interfaces.components.response_cut import ResponseCut
 from realign.interfaces.rule_reward import RuleRewardInterface
+from realign.records.metrics.samples import readable
 from realign.rewards.pool.pool import Tally
 from realign.rewards.terms import FunctionTerm, Openrlhf
 from realign.runtime import Evaluation, Experiment, run
 from realign.runtime.evaluation.scores import sequence_stats
-from realign.runtime.metrics.samples import readable
 from realign.runtime.rollout.spec import Async
 from tests.config_parts import Bigram, Prompts
 from tests.interfaces.rule_rewards import MODEL, batch, columns

@@ -13,12 +13,13 @@ from transformers import AutoModelForSequenceClassification
 
 from realign.api import MicroBatchSpec, Model, SequenceSample, stat_values
 from realign.config import build_experiment, compose
-from realign.engines import HeadInit, Score, TransformersModel
+from realign.engines import TransformersModel
 from realign.errors import ConfigError, DataError, RunError, SettingsError
 from realign.interfaces.components.response_cut import ResponseCut
 from realign.interfaces.critic import PPOCriticInterface, ValueNormalization, ValueScale
 from realign.interfaces.ppo import PPOActorInterface
 from realign.interfaces.reward_model import RewardLoss, RewardModelInterface, ScoreAt, dataflow
+from realign.models import HeadInit, Score
 from realign.runtime import run
 from realign.testing import BigramEngine, random_preferences
 from tests.tiny import random_sample, save_tiny

@@ -10,11 +10,12 @@ import pytest
 
 from realign.api import RPC, DataflowGraph, ModelInterface, Role, RoleModel
 from realign.cli.launch_table import derived_rows
-from realign.engines import Lora, OptimizerSpec, Share, SharedModel, TopLayers, TransformersModel
+from realign.engines import OptimizerSpec, Share, SharedModel, TransformersModel
 from realign.errors import ConfigError
 from realign.interfaces import dpo
 from realign.interfaces.dpo import DPOInterface
 from realign.interfaces.reference import ReferenceInterface
+from realign.models import Lora, TopLayers
 from realign.runtime import Experiment
 from realign.runtime.experiment import with_default_roles
 from tests.config_parts import Prompts

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from realign.engines.distributed.ranks import Ranks
 from realign.errors import RunError
+from realign.ranks import Ranks
 from realign.runtime import out_of_memory
 from realign.runtime.out_of_memory import memory_limited
 

@@ -24,16 +24,17 @@ from realign.cli import commands as cli
 from realign.cli.check import preflight
 from realign.config import build_experiment, compose
 from realign.config.files import list_experiments
-from realign.engines import Lora, SharedModel, TopLayers, TransformersModel
+from realign.engines import SharedModel, TransformersModel
 from realign.engines.shared_model import Share
 from realign.engines.training.optimizer import OptimizerSpec
 from realign.errors import CheckpointError, ConfigError, RunComplete, TransientError
 from realign.interfaces.components import KLPenalty, KLPlace
 from realign.interfaces.grpo import GRPOActorInterface
 from realign.interfaces.reference import ReferenceInterface
+from realign.models import Lora, TopLayers
 from realign.own_files import OwnFiles
+from realign.records.checkpoint.folder import list_checkpoints, write_checkpoint
 from realign.runtime import CheckpointSpec, Evaluation, Experiment, Interrupted, Ray, run
-from realign.runtime.checkpoint.folder import list_checkpoints, write_checkpoint
 from realign.runtime.experiment import CheckpointPart
 from realign.runtime.local import LocalRuntime
 from realign.runtime.output_folder import alone_in
@@ -607,7 +608,7 @@ def test_a_full_disk_warns_and_does_not_end_the_run(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("realign.runtime.checkpoint.folder._fill", full)
+    monkeypatch.setattr("realign.records.checkpoint.folder._fill", full)
     with pytest.warns(UserWarning, match=r"Checkpoint at step 3 failed \(.*No space left"):
         out = done(tmp_path)
     assert steps_of(out) == []
@@ -648,7 +649,7 @@ def test_a_stop_whose_checkpoint_fails_says_so(tmp_path, monkeypatch):
             if step == self.step:
                 signal.raise_signal(signal.SIGTERM)
 
-    monkeypatch.setattr("realign.runtime.checkpoint.folder._fill", full)
+    monkeypatch.setattr("realign.records.checkpoint.folder._fill", full)
     with pytest.raises(Interrupted, match=r"stopped after step 2 of 3\. .*Checkpoint at step 2 failed .*No space"):
         run(experiment(tmp_path), trackers=[Stopper(2)])
     with pytest.raises(

@@ -17,8 +17,8 @@ from realign.engines import OptimizerSpec, SharedModel, TransformersModel
 from realign.interfaces.components import KLPenalty, KLPlace
 from realign.interfaces.grpo import GRPOActorInterface, dataflow
 from realign.interfaces.reference import ReferenceInterface
+from realign.records.checkpoint.folder import list_checkpoints
 from realign.runtime import Async, Experiment, LocalRuntime, run
-from realign.runtime.checkpoint.folder import list_checkpoints
 from realign.testing import BigramEngine
 from tests.tiny import save_tiny
 from tests.toys import GENERATION, CountToken, experiment

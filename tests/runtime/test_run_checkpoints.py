@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from realign.records.checkpoint.folder import list_checkpoints
 from realign.runtime import (
     run,
 )
-from realign.runtime.checkpoint.folder import list_checkpoints
 from tests.checkpoint_runs import RUNS, assert_same_run, experiment, killed, run_until_killed, start_anywhere, started
 
 

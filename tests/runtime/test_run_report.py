@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from realign.api import Callback, CallbackResult
-from realign.engines.distributed.ranks import Ranks, command_words
+from realign.ranks import Ranks, command_words
 from realign.runtime import Interrupted, run
 from realign.runtime.run_report import git_state, parent_of, run_json
 from tests.disk import OTHERS
@@ -57,7 +57,7 @@ def test_a_completed_run_shows_its_results_and_how_to_train_on(tmp_path):
 
 
 def test_under_torchrun_the_commands_start_its_processes(tmp_path, monkeypatch):
-    monkeypatch.setattr("realign.engines.distributed.ranks.current", lambda: Ranks(0, 4))
+    monkeypatch.setattr("realign.ranks.current", lambda: Ranks(0, 4))
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     _, summary = shown(tmp_path)

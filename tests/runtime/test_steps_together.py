@@ -7,7 +7,7 @@ import torch
 
 from realign.api import stat_values
 from realign.errors import RunError, SettingsError
-from realign.runtime.checkpoint.random_generators import seed_random
+from realign.records.checkpoint.random_generators import seed_random
 from realign.runtime.local import LocalRuntime
 from realign.runtime.steps_together import StepsTogether, run_in_turns
 from tests.checkpoint_runs import PoisonedCritic, experiment

@@ -14,14 +14,14 @@ import torch
 from rich.console import Console
 
 from realign.api import GenerationConfig
-from realign.engines.distributed.ranks import current, is_of_another_rank
 from realign.engines.training.stepper import Stepper
 from realign.engines.training.transformers_engine import TransformersEngine
 from realign.errors import RunComplete, RunError
 from realign.interfaces.grpo import GRPOActorInterface, dataflow
+from realign.ranks import current, is_of_another_rank
+from realign.records.checkpoint.folder import list_checkpoints
 from realign.runtime import Async, CheckpointSpec, DynamicSampling, run
 from realign.runtime.calls import call
-from realign.runtime.checkpoint.folder import list_checkpoints
 from realign.runtime.local import LocalRuntime
 from realign.runtime.processes.watchdog import Watch
 from realign.runtime.training import activity
@@ -56,10 +56,10 @@ def test_between_two_operations_nothing_is_shown():
 
 
 FAILS_ON_RANK_0 = {
-    "metrics": "realign.runtime.metrics.records.JsonLinesWriter.log",
-    "recorded calls": "realign.runtime.recorded_calls.write_calls",
+    "metrics": "realign.records.metrics.records.JsonLinesWriter.log",
+    "recorded calls": "realign.records.recorded_calls.write_calls",
     "samples": "realign.runtime.training.TrainingLoop._warn",
-    "details": "realign.runtime.metrics.details.RunDetails.after_step",
+    "details": "realign.records.metrics.details.RunDetails.after_step",
     "final models": "realign.runtime.run_checkpoints.hashes_of",
 }
 

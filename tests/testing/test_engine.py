@@ -12,7 +12,8 @@ import torch
 
 from realign.api import EngineCapabilities, PipelinableEngine, SequenceSample
 from realign.api.engine import StepsInHalves
-from realign.engines import Lora, OptimizerSpec, Schedule, SharedModel, TransformersModel
+from realign.engines import OptimizerSpec, Schedule, SharedModel, TransformersModel
+from realign.models import Lora
 from realign.runtime.ray.host import Host
 from realign.runtime.ray.proxies import RayEngine
 from realign.testing import ENGINE_CHECKS, BigramEngine, check_engine, random_batch

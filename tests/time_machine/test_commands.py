@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from realign.cli import main
-from realign.runtime.checkpoint.folder import facts_of, rendered_manifest
+from realign.records.checkpoint.folder import facts_of, rendered_manifest
 from realign.time_machine import commands as command
 from realign.time_machine.commands import _of_machine
 from realign.time_machine.earlier_run import run_folder

@@ -18,9 +18,9 @@ from realign.api import GenerationConfig, Lengths, MicroBatchSpec, Model, Sequen
 from realign.engines import OptimizerSpec
 from realign.engines.distributed.sharded_engine import ShardedEngine
 from realign.engines.distributed.sharding import Sharding
-from realign.engines.network.settings import NetworkSettings
 from realign.engines.training.transformers_engine import TransformersEngine
 from realign.interfaces.grpo import GRPOActorInterface
+from realign.models.network.settings import NetworkSettings
 from tests.tiny import VOCAB, random_sample, tiny_model, tiny_tokenizer
 from tests.virtual_cuda.counts import Counts, counting
 

@@ -11,6 +11,6 @@ from tests.virtual_cuda import device
 
 device.install()
 if os.environ.get("VIRTUAL_CUDA_FP32"):
-    from realign.engines import device as precision
+    from realign.models import device as precision
 
     precision.supports_bfloat16 = lambda device: False  # type: ignore[assignment]

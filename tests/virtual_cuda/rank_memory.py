@@ -24,19 +24,20 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from benchmarks.memory import MemoryCount
 from realign.api import Lengths, MicroBatchSpec, SequenceSample
 from realign.api.memory import MemoryWork
-from realign.engines import Causal, OptimizerSpec
+from realign.engines import OptimizerSpec
 from realign.engines.distributed.sharded_engine import ShardedEngine
 from realign.engines.distributed.sharded_network import ShardedNetwork
 from realign.engines.distributed.sharding import Sharding
-from realign.engines.files.unread import Slices, Unread
-from realign.engines.host import Host
 from realign.engines.memory import MemoryModel
-from realign.engines.model_shape import shape_of
-from realign.engines.network.attention import ATTENTION
-from realign.engines.network.kernels import Backend
-from realign.engines.network.passes import SharedPrompts
-from realign.engines.network.settings import NetworkSettings
 from realign.engines.training.transformers_engine import TransformersEngine
+from realign.models import Causal
+from realign.models.files.unread import Slices, Unread
+from realign.models.host import Host
+from realign.models.model_shape import shape_of
+from realign.models.network.attention import ATTENTION
+from realign.models.network.kernels import Backend
+from realign.models.network.passes import SharedPrompts
+from realign.models.network.settings import NetworkSettings
 from tests.tiny import tiny_model
 
 CUDA = torch.device("cuda")

@@ -15,7 +15,7 @@ from realign.interfaces.grpo import GRPOActorInterface
 from tests.virtual_cuda.budgets import batch, decode, engine_of, of_layers, prompts_of, train, train_sharded
 from tests.virtual_cuda.device import limit
 
-STEP = "realign/engines/host.py"
+STEP = "realign/models/host.py"
 METRICS = "realign/api/stats.py"
 ALLOWED = {
     STEP: "whether loss and gradient are finite decides whether a step is taken",

@@ -10,7 +10,7 @@ from torch.nn.attention import varlen
 
 from realign.api import Mean, SequenceSample, Sum
 from realign.api.stats import on_host
-from realign.engines.network.kernels import PAGE, AttentionArgs, Pages, paged_attention
+from realign.models.network.kernels import PAGE, AttentionArgs, Pages, paged_attention
 from tests.virtual_cuda.counts import SynchronizationError, counting
 from tests.virtual_cuda.device import DEVICE, limit
 

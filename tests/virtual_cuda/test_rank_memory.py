@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from realign.engines import Causal, OptimizerSpec, Sharding
+from realign.engines import OptimizerSpec, Sharding
 from realign.engines.memory import MemoryModel
-from realign.engines.model_shape import shape_of
+from realign.models import Causal
+from realign.models.model_shape import shape_of
 from realign_planner.options import DEVICES
 from realign_planner.placement_memory import memory_of
 from realign_planner.placements import PlannedGroup, PlannedMesh, PlannedPlacement, Sampling

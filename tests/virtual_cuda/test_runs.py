@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from realign.config import build_experiment, compose
-from realign.engines.servers.weights import WeightFolders
-from realign.engines.servers.worker.realign_worker import mapped_folder
 from realign.engines.transformers_model import TransformersModel
 from realign.errors import RunError
 from realign.runtime import run
+from realign.samplers.servers.weights import WeightFolders
+from realign.samplers.servers.worker.realign_worker import mapped_folder
 
 GRPO = "experiment=grpo_arithmetic"
 POLICY = {
@@ -27,11 +27,11 @@ POLICY = {
         "graph._target_=realign.interfaces.ppo.dataflow",
         "models.critic._target_=realign.engines.TransformersModel",
         "models.critic.path=${models.actor.path}",
-        "models.critic.head._target_=realign.engines.Value",
+        "models.critic.head._target_=realign.models.Value",
         "models.critic.optimizer.lr=1e-3",
         "interfaces.critic._target_=realign.interfaces.critic.PPOCriticInterface",
     ],
-    "lora": ["models.actor.trains._target_=realign.engines.Lora", "models.actor.trains.rank=4"],
+    "lora": ["models.actor.trains._target_=realign.models.Lora", "models.actor.trains.rank=4"],
     "gradient checkpointing": ["models.actor.gradient_checkpointing=true"],
     "modules of transformers": ["models.actor.fused_rollout=false"],
     "sdpa, deterministic": ["models.actor.attention=sdpa", "models.actor.deterministic=true"],

@@ -11,13 +11,13 @@ from realign.api import GenerationConfig
 from realign.api.memory import MemoryChoice
 from realign.cli.launch_table import derived_rows
 from realign.config import build_experiment, compose
-from realign.engines.sampling.background import StreamingEngine
 from realign.engines.training import transformers_engine
 from realign.engines.transformers_model import TransformersModel
 from realign.runtime.checks.auto_memory import USABLE, decided
 from realign.runtime.checks.device_estimate import estimate
 from realign.runtime.models import load_models
-from tests.engines.sampling.rollouts import numbered_prompts
+from realign.samplers.in_process.background import StreamingEngine
+from tests.samplers.in_process.rollouts import numbered_prompts
 from tests.virtual_cuda.device import STREAM, Event, Stream, limit
 
 

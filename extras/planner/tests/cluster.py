@@ -7,8 +7,8 @@ from dataclasses import replace
 import torch
 
 from realign.engines.memory import MemoryModel
-from realign.engines.model_shape import ModelShape
 from realign.engines.training.optimizer import OptimizerSpec
+from realign.models.model_shape import ModelShape
 from realign_planner.options import Accelerator, Assumed, Device, PlanOptions
 from realign_planner.predict import Cluster
 from realign_planner.simulator import NetworkSizes, Tail, Work

@@ -15,10 +15,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from extras.planner.tests.models import built, words_for
 from realign.engines import TransformersModel
 from realign.engines.distributed import sharded_network
-from realign.engines.distributed.ranks import LAUNCHED, Ranks
-from realign.engines.host import Host
-from realign.engines.servers.server_settings import ServerSettings
+from realign.models.host import Host
+from realign.ranks import LAUNCHED, Ranks
 from realign.runtime.checks.before_loading import check_ready
+from realign.samplers.servers.server_settings import ServerSettings
 from realign_planner.options import PlanOptions
 from realign_planner.placements import LAUNCHERS, PlannedPlacement, overrides, placements
 from realign_planner.workload import Workload, workload_of

@@ -13,10 +13,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from realign.api import MicroBatchSpec
-from realign.engines import Causal, Sharding
-from realign.engines.distributed.ranks import current
+from realign.engines import Sharding
 from realign.engines.memory import MemoryModel
-from realign.engines.model_shape import shape_of
+from realign.models import Causal
+from realign.models.model_shape import shape_of
+from realign.ranks import current
 from realign_planner.traffic import traffic
 from tests.engines.distributed.run_ranks import run_ranks
 from tests.engines.distributed.scenarios import load, plain_loss, weight

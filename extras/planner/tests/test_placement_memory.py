@@ -10,10 +10,10 @@ import torch
 from extras.planner.tests.cluster import SHAPE
 from realign.api.memory import MemoryWork
 from realign.engines.memory import MemoryModel
-from realign.engines.model_shape import ModelShape
-from realign.engines.sampling.decode import CACHE_BYTES
-from realign.engines.sampling.in_process import InProcessSampling
 from realign.engines.training.optimizer import OptimizerSpec
+from realign.models.model_shape import ModelShape
+from realign.samplers.in_process.decode import CACHE_BYTES
+from realign.samplers.in_process.settings import InProcessSampling
 from realign_planner.options import CPU_CORE, DEVICES, Accelerator, Assumed, Device
 from realign_planner.placement_memory import fits, in_process_slots, memory_of
 from realign_planner.placements import PlannedGroup, PlannedMesh, PlannedPlacement, Sampling

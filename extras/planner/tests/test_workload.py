@@ -4,8 +4,8 @@ import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from extras.planner.tests.models import built, load_for, words_for, write_model
-from realign.engines.sampling.in_process import InProcessSampling
 from realign.errors import ConfigError
+from realign.samplers.in_process.settings import InProcessSampling
 from realign_planner.options import PlanOptions
 from realign_planner.simulator import Tail
 from realign_planner.workload import LORA_FRACTION, workload_of

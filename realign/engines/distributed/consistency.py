@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from realign.api.sample import SequenceSample
-from realign.engines.distributed.ranks import Ranks
-from realign.engines.host import digest
 from realign.errors import DataError
+from realign.models.host import digest
+from realign.ranks import Ranks
 
 ROUNDING = 1e-4
 """Tolerance relative to the sum of magnitudes; different processors may round differently."""

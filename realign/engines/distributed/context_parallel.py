@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from realign.engines.network.attention import PackedContext
-from realign.engines.network.kernels import AttentionArgs
-from realign.engines.network.recurrence import RowsForward
 from realign.errors import ConfigError
+from realign.models.network.attention import PackedContext
+from realign.models.network.kernels import AttentionArgs
+from realign.models.network.recurrence import RowsForward
 
 
 @dataclass(frozen=True, eq=False)

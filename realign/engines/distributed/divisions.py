@@ -17,13 +17,13 @@ from realign.engines.distributed.expert_parallel import check_experts, experts_o
 from realign.engines.distributed.pipeline_parallel import Cut
 from realign.engines.distributed.sharding import Sharding
 from realign.engines.distributed.tensor_parallel import split_styles
-from realign.engines.network.branches import read_stack
-from realign.engines.network.passes import rewrites_rope
-from realign.engines.network.recurrence import has_recurrent_layers
-from realign.engines.network.trains import Trained, adapted_layers
-from realign.engines.parts import divide_layers, sizes_for_stages
 from realign.engines.training.optimizer import OptimizerSpec
 from realign.errors import ConfigError
+from realign.models.network.branches import read_stack
+from realign.models.network.passes import rewrites_rope
+from realign.models.network.recurrence import has_recurrent_layers
+from realign.models.network.trains import Trained, adapted_layers
+from realign.models.parts import divide_layers, sizes_for_stages
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,9 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.func import functional_call
 
 from realign.engines.distributed.tensor_parallel import divide, matches, without_weights
-from realign.engines.host import Host
-from realign.engines.network.trains import adapted_layers
 from realign.errors import ConfigError
+from realign.models.host import Host
+from realign.models.network.trains import adapted_layers
 
 WHOLE_EXPERTS = "grouped_gemm"
 """Name, in an expert plan of transformers, of a weight [E, ...] of experts that is divided by expert."""

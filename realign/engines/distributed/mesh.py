@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from realign.engines.distributed.sharding import Sharding
-from realign.engines.host import Host
+from realign.models.host import Host
 
 
 @dataclass(frozen=True, eq=False)

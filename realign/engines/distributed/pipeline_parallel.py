@@ -24,9 +24,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from typing_extensions import override
 
-from realign.engines.network.branches import read_stack
-from realign.engines.network.heads import read_body
-from realign.engines.parts import whole
+from realign.models.network.branches import read_stack
+from realign.models.network.heads import read_body
+from realign.models.parts import whole
 
 
 def one_forward_one_backward(passes: int, later: int) -> Iterator[bool]:

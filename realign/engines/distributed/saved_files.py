@@ -25,11 +25,11 @@ from torch.utils._pytree import tree_leaves
 from transformers.core_model_loading import revert_weight_conversion
 from typing_extensions import override
 
-from realign.engines.files.model_folder import INDEX, WEIGHTS
-from realign.engines.files.weight_files import Header
-from realign.engines.network.value_head import FILE
-from realign.engines.parts import is_part, slices_of
 from realign.engines.training.weights import VALUE_HEAD
+from realign.models.files.model_folder import INDEX, WEIGHTS
+from realign.models.files.weight_files import Header
+from realign.models.network.value_head import FILE
+from realign.models.parts import is_part, slices_of
 from realign.own_files import replace_text
 
 LARGEST_FILE = "50GB"

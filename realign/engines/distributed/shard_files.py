@@ -17,9 +17,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from realign.engines.distributed.ranks import Ranks, current
-from realign.engines.files.weight_files import DTYPES
-from realign.engines.parts import is_part, slices_of, writes
+from realign.models.files.weight_files import DTYPES
+from realign.models.parts import is_part, slices_of, writes
+from realign.ranks import Ranks, current
 
 OFFSETS = "DCP_SHARDING_INFO"
 """Name of the offsets in the header, see `torch.distributed.checkpoint.HuggingFaceStorageReader`."""

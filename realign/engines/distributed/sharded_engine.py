@@ -34,19 +34,9 @@ from realign.api.stats import Stats, keep_traces, merge_stats, on_host
 from realign.engines.distributed.consistency import check_same_batch, check_same_weights
 from realign.engines.distributed.divisions import check_elementwise
 from realign.engines.distributed.pipeline_parallel import one_forward_one_backward
-from realign.engines.distributed.ranks import current
 from realign.engines.distributed.sharded_network import ShardedNetwork
 from realign.engines.distributed.sharded_state import ShardedSaver, ShardedState
 from realign.engines.distributed.sharding import Sharding, check_reference
-from realign.engines.files.unread import Unread
-from realign.engines.host import Host
-from realign.engines.network.network import Network
-from realign.engines.network.passes import Layout, ParallelPasses, Passes
-from realign.engines.network.settings import NetworkSettings
-from realign.engines.network.value_head import ValueNetwork
-from realign.engines.parts import is_part, part_of
-from realign.engines.sampling.generate import PROMPTS
-from realign.engines.sampling.rollout_model import product_dtype
 from realign.engines.training.engine_state import ModelSaver
 from realign.engines.training.expert_load import StepLoad, counting, listening
 from realign.engines.training.inference_engine import added
@@ -57,6 +47,16 @@ from realign.engines.training.transformers_engine import TransformersEngine, che
 from realign.engines.training.weights import check_weights, mix_into, named_weights, shapes_of
 from realign.errors import ConfigError
 from realign.functional import LMHead
+from realign.models.files.unread import Unread
+from realign.models.host import Host
+from realign.models.network.network import Network
+from realign.models.network.passes import Layout, ParallelPasses, Passes
+from realign.models.network.settings import NetworkSettings
+from realign.models.network.value_head import ValueNetwork
+from realign.models.parts import is_part, part_of
+from realign.ranks import current
+from realign.samplers.in_process.generate import PROMPTS
+from realign.samplers.in_process.rollout_model import product_dtype
 
 NO_ROWS = Layout.plain(Lengths.of([[0]]))
 """Layout of a pass without tokens of this rank."""

@@ -32,23 +32,23 @@ from realign.engines.distributed.mesh import Mesh
 from realign.engines.distributed.pipeline_parallel import Cut, PartOfStage, Stage, first_rank, in_stages
 from realign.engines.distributed.sharding import Sharding
 from realign.engines.distributed.tensor_parallel import split_layers, split_styles, split_vocabulary
-from realign.engines.files.unread import Unread
-from realign.engines.host import Host
-from realign.engines.network.branches import read_stack
-from realign.engines.network.heads import read_body
-from realign.engines.network.kernels import CONTEXT
-from realign.engines.network.network import Network
-from realign.engines.network.output import RowsOfRank, ScalarHead
-from realign.engines.network.passes import Layout, Passes
-from realign.engines.network.probe import TOLERANCE, probe_divided, probe_stages
-from realign.engines.network.settings import NetworkSettings
-from realign.engines.network.trains import adapted_layers
-from realign.engines.network.value_head import ValueNetwork
-from realign.engines.parts import from_slice, slices_of, whole
-from realign.engines.sampling.compiled.fusion import Fusion
 from realign.engines.training.weights import VALUE_HEAD, named_weights
 from realign.errors import ConfigError
 from realign.functional.logprobs import LMHead, WordShard
+from realign.models.files.unread import Unread
+from realign.models.host import Host
+from realign.models.network.branches import read_stack
+from realign.models.network.heads import read_body
+from realign.models.network.kernels import CONTEXT
+from realign.models.network.network import Network
+from realign.models.network.output import RowsOfRank, ScalarHead
+from realign.models.network.passes import Layout, Passes
+from realign.models.network.probe import TOLERANCE, probe_divided, probe_stages
+from realign.models.network.settings import NetworkSettings
+from realign.models.network.trains import adapted_layers
+from realign.models.network.value_head import ValueNetwork
+from realign.models.parts import from_slice, slices_of, whole
+from realign.samplers.in_process.compiled.fusion import Fusion
 
 
 @dataclass(frozen=True)

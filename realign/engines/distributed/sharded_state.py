@@ -12,18 +12,18 @@ from safetensors.torch import load_file
 from torch import Tensor
 from typing_extensions import override
 
-from realign.engines.distributed.ranks import Ranks
 from realign.engines.distributed.saved_files import SavedFiles, plan_files
 from realign.engines.distributed.shard_files import Saved, read_shards
 from realign.engines.distributed.sharded_network import ShardedNetwork
-from realign.engines.files.folders import NewFolder, saving
-from realign.engines.files.model_folder import WEIGHTS, quiet_transformers
-from realign.engines.network.trains import SCALAR_HEADS
-from realign.engines.parts import from_slice, is_part, part_of, writes
 from realign.engines.training.engine_state import Content, ModelSaver
 from realign.engines.training.stepper import Stepper
 from realign.engines.training.weights import VALUE_HEAD, WeightAverage
+from realign.models.files.folders import NewFolder, saving
+from realign.models.files.model_folder import WEIGHTS, quiet_transformers
+from realign.models.network.trains import SCALAR_HEADS
+from realign.models.parts import from_slice, is_part, part_of, writes
 from realign.own_files import remove_file
+from realign.ranks import Ranks
 
 
 class ShardedState:

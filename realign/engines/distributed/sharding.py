@@ -14,7 +14,7 @@ from realign.errors import ConfigError
 from realign.settings import Auto, Count, Settings
 
 if TYPE_CHECKING:
-    from realign.engines.network.trains import Trained
+    from realign.models.network.trains import Trained
 
 
 @dataclass

@@ -12,17 +12,17 @@ from typing import Any
 
 from torch import Tensor
 
-from realign.engines.files.folders import AVERAGED, save_folder
-from realign.engines.files.model_folder import is_other_file
-from realign.engines.files.tokenizers import save_tokenizer
-from realign.engines.network.network import Network
-from realign.engines.network.trains import save_adapters
-from realign.engines.network.value_head import ValueNetwork
-from realign.engines.sampling.compiled.fusion import Fusion
 from realign.engines.training.stepper import Stepper
 from realign.engines.training.weights import WeightAverage
 from realign.errors import RunError
+from realign.models.files.folders import AVERAGED, save_folder
+from realign.models.files.model_folder import is_other_file
+from realign.models.files.tokenizers import save_tokenizer
+from realign.models.network.network import Network
+from realign.models.network.trains import save_adapters
+from realign.models.network.value_head import ValueNetwork
 from realign.own_files import copy_file
+from realign.samplers.in_process.compiled.fusion import Fusion
 
 OPTIONAL_PARTS = {"value_head": "a value head", "optimizer": "an optimizer", "ema": "averaged weights"}
 """Optional parts of an engine's state, and their names in messages."""

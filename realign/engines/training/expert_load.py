@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from realign.api.stats import Stats
-from realign.engines.network.encoder_decoder import EncoderDecoder
-from realign.engines.network.passes import Layout
-from realign.engines.network.routers import Routed, Routers
-from realign.engines.network.unpacked import UnpackedModel
 from realign.engines.training.load_balancing import LoadBalancing
 from realign.engines.training.stepper import single
 from realign.errors import ConfigError
+from realign.models.network.encoder_decoder import EncoderDecoder
+from realign.models.network.passes import Layout
+from realign.models.network.routers import Routed, Routers
+from realign.models.network.unpacked import UnpackedModel
 
 SumOverRanks = Callable[[Tensor], Tensor]
 

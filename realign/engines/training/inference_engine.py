@@ -15,21 +15,21 @@ from realign.api.engine import EngineCapabilities, Forward, PostHook
 from realign.api.generation import GenerationConfig
 from realign.api.microbatch import MicroBatchSpec
 from realign.api.sample import TOKENS, SequenceSample
-from realign.engines.files.model_folder import EXPERTS
-from realign.engines.files.tokenizers import end_tokens, end_tokens_beside
-from realign.engines.network.encoder_decoder import EncoderDecoder
-from realign.engines.network.heads import value_outputs
-from realign.engines.network.network import Network, Run
-from realign.engines.network.output import ScalarHead
-from realign.engines.network.passes import Layout, Passes, side_by_side
-from realign.engines.sampling.compiled.exact import ExactModel
-from realign.engines.sampling.compiled.fusion import Fusion
-from realign.engines.sampling.compiled.library import CompiledDecode
-from realign.engines.sampling.in_process import InProcessSampling
-from realign.engines.sampling.rollout_model import DecodableEngine, RolloutModel, positions_of
 from realign.engines.training.weights import check_weights, mix_into, named_weights, shapes_of
 from realign.errors import ConfigError
 from realign.functional.logprobs import LMHead
+from realign.models.files.model_folder import EXPERTS
+from realign.models.files.tokenizers import end_tokens, end_tokens_beside
+from realign.models.network.encoder_decoder import EncoderDecoder
+from realign.models.network.heads import value_outputs
+from realign.models.network.network import Network, Run
+from realign.models.network.output import ScalarHead
+from realign.models.network.passes import Layout, Passes, side_by_side
+from realign.samplers.in_process.compiled.exact import ExactModel
+from realign.samplers.in_process.compiled.fusion import Fusion
+from realign.samplers.in_process.compiled.library import CompiledDecode
+from realign.samplers.in_process.rollout_model import DecodableEngine, RolloutModel, positions_of
+from realign.samplers.in_process.settings import InProcessSampling
 
 
 class InferenceEngine(DecodableEngine):
@@ -159,7 +159,7 @@ class InferenceEngine(DecodableEngine):
             ValueError: the model has a scalar head.
             RealignError: see `generate.generate`.
         """
-        from realign.engines.sampling.generate import generate
+        from realign.samplers.in_process.generate import generate
 
         model = RolloutModel.of(self.network, self._rollout_module(), config, self.fusion)
         with torch.no_grad(), self.network.autocast():

@@ -11,9 +11,9 @@ from torch import Tensor
 from realign.api.engine import LossFn
 from realign.api.microbatch import MicroBatchSpec
 from realign.api.sample import SequenceSample
-from realign.engines.network.network import Network
-from realign.engines.network.passes import Layout, Passes
 from realign.engines.training.stepper import Stepper
+from realign.models.network.network import Network
+from realign.models.network.passes import Layout, Passes
 
 IsFinite: TypeAlias = Callable[[SequenceSample, Layout | None], bool]
 

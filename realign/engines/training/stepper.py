@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from realign.api.engine import LossWeightFn
 from realign.api.sample import SequenceSample
 from realign.api.stats import Mean, Stats, Sum
-from realign.engines.host import Host
 from realign.engines.training.optimizer import OptimizerSpec, ScheduleUnit, learning_rate
 from realign.errors import RunError
+from realign.models.host import Host
 
 REASONS = ("zero_weight_steps", "zero_gradient_steps", "nonfinite_steps", "vetoed_steps")
 

@@ -22,12 +22,6 @@ from realign.api.microbatch import MicroBatchSpec
 from realign.api.sample import TOKENS, SequenceSample
 from realign.api.seeds import derive_seed
 from realign.api.stats import Stats, keep_traces, merge_stats
-from realign.engines.host import Host
-from realign.engines.network.network import Network
-from realign.engines.network.passes import Layout, Passes, side_by_side
-from realign.engines.network.settings import NetworkSettings
-from realign.engines.network.value_head import TargetUpdate, ValueNetwork
-from realign.engines.sampling.in_process import InProcessSampling
 from realign.engines.training.engine_state import EngineState, ModelSaver
 from realign.engines.training.expert_load import LoadBalancer, StepLoad, counting, differentiate_with_hidden, listening
 from realign.engines.training.inference_engine import InferenceEngine
@@ -37,6 +31,12 @@ from realign.engines.training.optimizer import OptimizerSpec
 from realign.engines.training.stepper import Stepper, counted, single, step_weight
 from realign.engines.training.weights import WeightAverage
 from realign.errors import ConfigError
+from realign.models.host import Host
+from realign.models.network.network import Network
+from realign.models.network.passes import Layout, Passes, side_by_side
+from realign.models.network.settings import NetworkSettings
+from realign.models.network.value_head import TargetUpdate, ValueNetwork
+from realign.samplers.in_process.settings import InProcessSampling
 
 
 class TransformersEngine(InferenceEngine):

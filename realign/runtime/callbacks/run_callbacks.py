@@ -21,9 +21,9 @@ from realign.api.callback import (
     StartEvent,
     StepEvent,
 )
-from realign.engines.distributed.ranks import Ranks
 from realign.errors import ConfigError, RunError
-from realign.runtime.checkpoint.schema import load_state
+from realign.ranks import Ranks
+from realign.records.checkpoint.schema import load_state
 
 T = TypeVar("T")
 E = TypeVar("E")

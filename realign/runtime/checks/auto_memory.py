@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from realign.api.memory import MemoryChoice
 from realign.api.model import ModelSpec
-from realign.engines.distributed.ranks import current
+from realign.ranks import current
 from realign.runtime.checks.device_estimate import CPU, DeviceEstimate, Free, device_of, estimate, show
 from realign.runtime.experiment import Experiment
 

@@ -19,10 +19,10 @@ from realign.api.router_experts import ROUTER_EXPERTS
 from realign.api.sample import TOKENS
 from realign.api.sampler import ConfiguresSampler, samples_externally
 from realign.api.sampling_mask import SAMPLING_MASK
-from realign.engines.distributed.ranks import current
 from realign.engines.shared_model import Share, SharedModel
 from realign.engines.training.optimizer import ScheduleUnit
 from realign.errors import ConfigError
+from realign.ranks import current
 from realign.runtime.checks.meshes import check_meshes
 from realign.runtime.evaluation.base import Evaluator, in_set
 from realign.runtime.evaluation.calibration import RewardCalibration

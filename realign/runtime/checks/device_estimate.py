@@ -12,9 +12,9 @@ import torch
 from realign.api.memory import EstimatesMemory, LimitsPrompts, LimitsSequences, MemoryWork, RoleMemory
 from realign.api.model import ModelSpec
 from realign.api.sampler import samples_externally
-from realign.engines.device import free_bytes, pick_device
-from realign.engines.distributed.ranks import expected_size
 from realign.engines.shared_model import Share, SharedModel
+from realign.models.device import free_bytes, pick_device
+from realign.ranks import expected_size
 from realign.runtime.experiment import Experiment
 from realign.runtime.processes.placement import ROLLOUT, plan_groups
 

@@ -14,8 +14,8 @@ from realign.api.rewards import ANSWER, Verifier
 from realign.api.sample import with_own_metadata
 from realign.cells import answers_of, read_column
 from realign.data import Dataset
-from realign.engines.distributed.ranks import current
 from realign.errors import ConfigError, DataError, RewardError
+from realign.ranks import current
 from realign.runtime.experiment import Experiment
 from realign.runtime.graph_checks import located
 from realign.runtime.rollout.prompts import PromptStream

@@ -7,8 +7,8 @@ from typing import TypedDict
 
 from realign.api.model import ModelSpec
 from realign.api.router_experts import ROUTER_EXPERTS
-from realign.engines.distributed.ranks import expected_size
 from realign.engines.shared_model import Share, SharedModel
+from realign.ranks import expected_size
 from realign.runtime.experiment import Experiment
 from realign.runtime.processes.placement import plan_groups
 

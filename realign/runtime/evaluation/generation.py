@@ -16,8 +16,8 @@ from typing_extensions import override
 from realign.api import RPC, DataflowGraph, GenerationConfig, MicroBatchSpec, Model, ModelInterface, SequenceSample
 from realign.api.rewards import NAMED, Verifier
 from realign.api.sample import with_own_metadata
-from realign.engines.distributed.ranks import current
 from realign.errors import ConfigError, SettingsError
+from realign.ranks import current
 from realign.runtime.calls import call
 from realign.runtime.evaluation.base import LoadedRun, SamplingEvaluator
 from realign.runtime.evaluation.scores import (

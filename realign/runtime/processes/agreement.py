@@ -17,8 +17,8 @@ from types import FunctionType
 from typing import Any
 
 from realign.data.dataset import content_hash
-from realign.engines.distributed.ranks import Ranks
 from realign.errors import ConfigError, DataError, RealignError
+from realign.ranks import Ranks
 from realign.runtime.experiment import Experiment
 from realign.version import UNKNOWN, installed_version, version_of
 

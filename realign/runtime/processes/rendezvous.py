@@ -23,8 +23,8 @@ import torch.distributed as dist
 
 from realign.console import write_stderr
 from realign.endpoint.server import is_loopback
-from realign.engines.distributed.ranks import LAUNCHED, Ranks
 from realign.errors import ConfigError, TransientError
+from realign.ranks import LAUNCHED, Ranks
 from realign.runtime.processes.agreement import by_rank, check_same, software
 from realign.runtime.processes.watchdog import Describe, RankWatch
 

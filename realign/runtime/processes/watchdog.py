@@ -27,8 +27,8 @@ from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeAlias
 
 from realign.console import write_stderr
-from realign.engines.distributed.ranks import Ranks, is_of_another_rank
 from realign.errors import ExitCode, TransientError
+from realign.ranks import Ranks, is_of_another_rank
 from realign.runtime.runtime_spec import RuntimeSpec
 
 if TYPE_CHECKING:

@@ -25,9 +25,9 @@ from realign.api.engine import (
 from realign.api.model import ModelSpec
 from realign.api.sampler import Request, Sampler
 from realign.api.sampling_mask import SamplingMask
-from realign.engines.parts import whole
 from realign.errors import ConfigError
 from realign.functional import LMHead
+from realign.models.parts import whole
 from realign.runtime.models import load_own
 from realign.runtime.ray.wire_format import mapped
 

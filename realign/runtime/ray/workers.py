@@ -27,9 +27,9 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from realign.engines.distributed.ranks import current
 from realign.errors import RealignError
-from realign.runtime.checkpoint.random_generators import seed_random
+from realign.ranks import current
+from realign.records.checkpoint.random_generators import seed_random
 from realign.runtime.out_of_memory import is_out_of_memory
 from realign.runtime.processes.agreement import check_same, software
 from realign.runtime.processes.placement import RoleGroup

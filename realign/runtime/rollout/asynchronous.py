@@ -35,9 +35,9 @@ from realign.api import (
 )
 from realign.api.engine import PostHook, Scores
 from realign.api.sampler import Sampler
-from realign.engines.distributed.ranks import current
 from realign.engines.shared_model import SharedEngine
 from realign.errors import ConfigError
+from realign.ranks import current
 from realign.rewards.pool.pool import Tally
 from realign.runtime.rollout.dynamic_sampling import DynamicSampling, Sampled
 from realign.runtime.rollout.prompts import PromptStream

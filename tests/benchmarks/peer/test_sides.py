@@ -7,11 +7,11 @@ from transformers import Qwen2ForCausalLM
 from benchmarks.peer import side_sampler
 from benchmarks.peer.side_realign import Side
 from benchmarks.peer.work import GREEDY, SCENARIOS, write_prompts
-from realign.engines.network.network import Network
-from realign.engines.sampling.decode import Rollout
 from realign.engines.training.stepper import Stepper
 from realign.interfaces.critic import PPOCriticInterface
 from realign.interfaces.policy import PolicyInterface
+from realign.models.network.network import Network
+from realign.samplers.in_process.decode import Rollout
 
 PATCHED = [(Rollout, "_draw"), (Network, "run"), (Stepper, "step"), (torch.Tensor, "backward")]
 PATCHED += [(PolicyInterface, "loss"), (PPOCriticInterface, "loss")]

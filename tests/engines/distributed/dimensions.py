@@ -14,11 +14,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from realign.api import GenerationConfig, Model, SequenceSample, stat_values
-from realign.engines import Causal, LoadBalancing, Lora, Score, Sharding, Value, ValueHead
-from realign.engines.distributed.ranks import current
+from realign.engines import LoadBalancing, Sharding
 from realign.engines.distributed.shard_files import shards_to_write
 from realign.engines.distributed.sharded_engine import ShardedEngine
-from realign.engines.parts import whole
 from realign.engines.training.transformers_engine import TransformersEngine
 from realign.interfaces.components import JSD
 from realign.interfaces.critic import PPOCriticInterface
@@ -29,6 +27,9 @@ from realign.interfaces.ppo import PPOActorInterface
 from realign.interfaces.reference import ReferenceInterface
 from realign.interfaces.reward_model import RewardModelInterface
 from realign.interfaces.sft import SFTInterface
+from realign.models import Causal, Lora, Score, Value, ValueHead
+from realign.models.parts import whole
+from realign.ranks import current
 from tests.engines.distributed.scenarios import (
     BUDGET,
     LENGTHS,

@@ -22,28 +22,9 @@ from benchmarks.memory import MemoryCount
 from realign.api import GenerationConfig, MicroBatchSpec, Model, ModelInterface, SequenceSample, stat_values
 from realign.api.router_experts import ROUTER_EXPERTS, with_experts
 from realign.api.sample import shard
-from realign.engines import (
-    Causal,
-    InProcessSampling,
-    LoadBalancing,
-    Lora,
-    OptimizerSpec,
-    QHeads,
-    Schedule,
-    Score,
-    Sharding,
-    TopLayers,
-    TransformersModel,
-    Value,
-    ValueHead,
-)
+from realign.engines import LoadBalancing, OptimizerSpec, Schedule, Sharding, TransformersModel
 from realign.engines.distributed import sharded_state
-from realign.engines.distributed.ranks import current
 from realign.engines.distributed.sharded_state import ShardedSaver
-from realign.engines.network import merge
-from realign.engines.network.heads import HeadInit
-from realign.engines.parts import whole
-from realign.engines.sampling.compiled.fusion import Fusion
 from realign.errors import RealignError
 from realign.interfaces.components import JSD, EarlyStop, Gspo, SeqMeanTokenMean
 from realign.interfaces.critic import PPOCriticInterface
@@ -56,9 +37,16 @@ from realign.interfaces.ppo import PPOActorInterface
 from realign.interfaces.reference import ReferenceInterface
 from realign.interfaces.reward_model import RewardModelInterface
 from realign.interfaces.sft import SFTInterface
-from realign.runtime.checkpoint.folder import CheckpointWriter, list_checkpoints
-from realign.runtime.checkpoint.serialize import hash_of
+from realign.models import Causal, Lora, QHeads, Score, TopLayers, Value, ValueHead
+from realign.models.network import merge
+from realign.models.network.heads import HeadInit
+from realign.models.parts import whole
+from realign.ranks import current
+from realign.records.checkpoint.folder import CheckpointWriter, list_checkpoints
+from realign.records.checkpoint.serialize import hash_of
 from realign.runtime.ray.wire_format import mapped
+from realign.samplers import InProcessSampling
+from realign.samplers.in_process.compiled.fusion import Fusion
 from realign.testing import random_batch, random_preferences
 from tests.families import family_model
 from tests.tiny import random_sample, save_tiny, tiny_tokenizer

@@ -5,8 +5,8 @@ import torch
 
 from realign.api import SequenceSample
 from realign.engines.distributed.consistency import Facts, check_same_slices, check_same_weights, facts_of, weight_facts
-from realign.engines.distributed.ranks import Ranks
 from realign.errors import DataError
+from realign.ranks import Ranks
 from tests.tiny import random_sample
 
 

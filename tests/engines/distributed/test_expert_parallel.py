@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from realign.engines.distributed.expert_parallel import check_experts, experts_of
-from realign.engines.network.branches import read_stack
 from realign.errors import ConfigError
+from realign.models.network.branches import read_stack
 from tests.families import family_model
 
 FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v3", "olmoe", "glm4_moe", "gpt_oss")

@@ -12,7 +12,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from realign.engines.distributed.mesh import Mesh
 from realign.engines.distributed.sharding import Sharding
-from realign.engines.host import Host
+from realign.models.host import Host
 
 
 @contextmanager

@@ -14,12 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from realign.api import GenerationConfig, SequenceSample
-from realign.engines import Causal, Sharding, TopLayers, ValueHead
+from realign.engines import Sharding
 from realign.engines.distributed import pipeline_parallel
 from realign.engines.distributed.pipeline_parallel import in_stages, one_forward_one_backward
 from realign.engines.distributed.sharded_network import ShardedNetwork
-from realign.engines.network.probe import TOLERANCE, probe_stages
 from realign.errors import RealignError
+from realign.models import Causal, TopLayers, ValueHead
+from realign.models.network.probe import TOLERANCE, probe_stages
 from tests.engines.distributed import scenarios
 from tests.engines.distributed.comparisons import assert_same
 from tests.engines.distributed.run_ranks import run_ranks

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch.distributed as dist
 
-from realign.engines.distributed.ranks import current
+from realign.ranks import current
 from tests.engines.distributed.run_ranks import run_ranks
 
 

@@ -10,7 +10,6 @@ import torch
 from torch.distributed import checkpoint
 
 from realign.engines.distributed import shard_files
-from realign.engines.distributed.ranks import Ranks
 from realign.engines.distributed.shard_files import (
     OFFSETS,
     Saved,
@@ -20,7 +19,8 @@ from realign.engines.distributed.shard_files import (
     read_shards,
     shards_to_write,
 )
-from realign.runtime.checkpoint.serialize import write_tensors
+from realign.ranks import Ranks
+from realign.records.checkpoint.serialize import write_tensors
 
 TENSORS = {"a/b": torch.arange(6.0).view(2, 3), "c": torch.tensor([True, False]), "d": torch.zeros(0, 4)}
 CUTS = {0: ([0, 0], [0]), 1: ([1, 0], [1])}

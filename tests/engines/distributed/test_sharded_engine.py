@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from realign.runtime.checkpoint.folder import CorruptCheckpoint, list_checkpoints
+from realign.records.checkpoint.folder import CorruptCheckpoint, list_checkpoints
 from tests.engines.distributed import scenarios
 from tests.engines.distributed.comparisons import Alone, assert_same
 from tests.engines.distributed.run_ranks import run_ranks

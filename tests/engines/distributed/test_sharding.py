@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from realign.engines import Sharding
-from realign.engines.parts import divide_layers, whole
 from realign.errors import ConfigError, SettingsError
+from realign.models.parts import divide_layers, whole
 
 
 def test_a_tensor_of_one_process_is_whole() -> None:

@@ -7,13 +7,14 @@ import torch
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from realign.api import Lengths, MicroBatchSpec, stat_values
-from realign.engines import LoadBalancing, Lora, OptimizerSpec, TransformersModel
-from realign.engines.network.attention import ATTENTION, use_attention
-from realign.engines.network.passes import Layout, SharedPrompts
-from realign.engines.network.routers import BIAS, Routers
+from realign.engines import LoadBalancing, OptimizerSpec, TransformersModel
 from realign.engines.training.transformers_engine import TransformersEngine
 from realign.errors import ConfigError, SettingsError
 from realign.functional import nll_loss
+from realign.models import Lora
+from realign.models.network.attention import ATTENTION, use_attention
+from realign.models.network.passes import Layout, SharedPrompts
+from realign.models.network.routers import BIAS, Routers
 from tests.families import family_model
 from tests.tiny import random_sample, save_tiny, tiny_engine, tiny_tokenizer
 

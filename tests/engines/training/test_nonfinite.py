@@ -9,8 +9,8 @@ import torch
 
 from realign.api import MicroBatchSpec, SequenceSample, stat_values
 from realign.engines import OptimizerSpec
-from realign.engines.network.passes import ParallelPasses
 from realign.engines.training.nonfinite import NAMED
+from realign.models.network.passes import ParallelPasses
 from tests.tiny import random_sample, tiny_engine
 
 STEP = OptimizerSpec(lr=1e-2, eps=1.0, grad_clip=None)
@@ -59,7 +59,7 @@ def test_the_guilty_prompts_are_named_and_no_others(spec, gradient, parallel):
 
 
 def test_passes_side_by_side_name_the_same(monkeypatch):
-    monkeypatch.setattr("realign.engines.network.passes.MIN_ROWS", 1)
+    monkeypatch.setattr("realign.models.network.passes.MIN_ROWS", 1)
     data = random_sample(LENGTHS)
     threads = torch.get_num_threads()
     torch.set_num_threads(2)

@@ -13,7 +13,6 @@ from torch import nn
 from realign.api import MicroBatchSpec
 from realign.config import build_experiment, compose
 from realign.engines import (
-    Lora,
     OptimizerSpec,
     Schedule,
     ScheduleKind,
@@ -26,7 +25,8 @@ from realign.engines.distributed.sharded_engine import ShardedStepper
 from realign.engines.training.stepper import Stepper
 from realign.engines.training.torch_optimizer import ELEMENTWISE, MixedOptimizer
 from realign.errors import ConfigError, SettingsError
-from realign.runtime.checkpoint.serialize import pack, unpack
+from realign.models import Lora
+from realign.records.checkpoint.serialize import pack, unpack
 from tests.tiny import random_sample, save_tiny, tiny_engine
 
 

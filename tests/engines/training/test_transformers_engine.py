@@ -18,11 +18,11 @@ from realign.api import (
     stat_values,
 )
 from realign.engines import OptimizerSpec, Schedule
-from realign.engines.sampling.compiled import fusion
-from realign.engines.sampling.in_process import InProcessSampling
 from realign.engines.training.transformers_engine import TransformersEngine
 from realign.errors import RunError
 from realign.interfaces.components import Constant, SeqMeanTokenMean, SeqMeanTokenSum, TokenMean
+from realign.samplers.in_process.compiled import fusion
+from realign.samplers.in_process.settings import InProcessSampling
 from tests.tiny import FAMILIES, ONE, STEP, Likelihood, random_sample, tiny_engine, train, weights
 
 LENGTHS = ((9, 4, 6), (12,), (3, 5), (8, 2, 2, 1))
@@ -654,7 +654,7 @@ def test_generate_passes_on_the_engines_tokens_and_precision(monkeypatch):
         seen.update(autocast=torch.is_autocast_enabled("cpu"), head=model.head.weight_VH)
         return data
 
-    monkeypatch.setattr("realign.engines.sampling.generate.generate", fake)
+    monkeypatch.setattr("realign.samplers.in_process.generate.generate", fake)
     sampling = InProcessSampling(max_slots=5, cache_fraction=0.25, sync_every=3)
     engine = tiny_engine(optimizer=STEP, dtype=torch.bfloat16, sampling=sampling)
     engine.module.generation_config.eos_token_id = [7, 5]

@@ -9,8 +9,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from realign.api import MicroBatchSpec, stat_values
-from realign.engines import Causal, Lora, OptimizerSpec, SharedModel, TransformersModel, ValueHead
+from realign.engines import OptimizerSpec, SharedModel, TransformersModel
 from realign.engines.training.weights import mix_into
+from realign.models import Causal, Lora, ValueHead
 from tests.tiny import random_sample, save_tiny, tiny_engine
 
 

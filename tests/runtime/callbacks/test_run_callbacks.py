@@ -11,8 +11,8 @@ import pytest
 
 from realign.api import Callback, CallbackResult
 from realign.errors import CheckpointError, ConfigError, RunComplete, RunError
+from realign.records.checkpoint.folder import list_checkpoints
 from realign.runtime import CheckpointSpec, run
-from realign.runtime.checkpoint.folder import list_checkpoints
 from tests.checkpoint_runs import untimed
 from tests.engines.distributed.run_ranks import run_ranks
 from tests.toys import experiment

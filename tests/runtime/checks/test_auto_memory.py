@@ -10,8 +10,8 @@ from realign.api.memory import MemoryChoice, RoleMemory
 from realign.api.model import ModelFacts
 from realign.cli.launch_table import derived_rows
 from realign.config import build_experiment, compose
-from realign.engines.distributed.ranks import Ranks
 from realign.errors import ConfigError
+from realign.ranks import Ranks
 from realign.runtime.checks import auto_memory, device_estimate
 from realign.runtime.checks.auto_memory import USABLE, decide, decided
 from realign.runtime.checks.device_estimate import estimate, show
@@ -93,7 +93,7 @@ def test_roles_on_one_device_decide_for_their_own_calls(cuda):
 def test_the_launch_table_shows_the_choice(cuda, monkeypatch):
     made = experiment()
     monkeypatch.setattr(device_estimate, "free_memory", having(2**20))
-    monkeypatch.setattr("realign.engines.device.supports_bfloat16", lambda device: True)
+    monkeypatch.setattr("realign.models.device.supports_bfloat16", lambda device: True)
     row = dict(derived_rows(made))[MemoryChoice.checkpointing]
     assert row == f"on (auto: {show(needed(made))} without it, 1 MiB free on the device)"
 

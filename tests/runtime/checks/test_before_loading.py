@@ -11,7 +11,7 @@ import pytest
 
 from realign.api import RPC, GenerationConfig, MicroBatchSpec
 from realign.data import PromptData, SupervisedData, TextData, WithPretraining
-from realign.engines import Causal, OptimizerSpec, Schedule, SharedModel, TransformersModel, Value, ValueHead
+from realign.engines import OptimizerSpec, Schedule, SharedModel, TransformersModel
 from realign.errors import ConfigError, DataError
 from realign.interfaces import sft
 from realign.interfaces.components import KLPenalty, KLPlace, RewardShaping
@@ -21,6 +21,7 @@ from realign.interfaces.greedy import GreedyInterface
 from realign.interfaces.ppo import PPOActorInterface, dataflow
 from realign.interfaces.reference import ReferenceInterface
 from realign.interfaces.sft import SFTInterface
+from realign.models import Causal, Value, ValueHead
 from realign.runtime import Async, Evaluation, Experiment, LocalRuntime
 from realign.runtime.checks.before_loading import (
     check_ready,

@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from realign.api import RPC, GenerationConfig, ModelInterface, SequenceSample
-from realign.engines import DType, TransformersModel
+from realign.engines import TransformersModel
 from realign.errors import RunError
 from realign.interfaces.grpo import GRPOActorInterface
 from realign.interfaces.rule_reward import RuleRewardInterface
+from realign.models import DType
 from realign.runtime import Evaluation, run
 from realign.runtime.checks.during_training import RECENT, check_ratio, default_tolerance, signs
 from realign.runtime.evaluation.scores import Repeats, Scored, merged

@@ -16,7 +16,7 @@ from realign.api.router_experts import ROUTER_EXPERTS
 from realign.api.sampling_mask import SAMPLING_MASK
 from realign.config import build_experiment, compose
 from realign.data import SupervisedData, TextData, WithPretraining
-from realign.engines import OptimizerSpec, SharedModel, TransformersModel, Vllm
+from realign.engines import OptimizerSpec, SharedModel, TransformersModel
 from realign.errors import ConfigError, GraphError
 from realign.interfaces import ppo, raft
 from realign.interfaces.agent import AgentInterface
@@ -34,6 +34,7 @@ from realign.runtime.graph_checks import check_exact_sampling, check_keys
 from realign.runtime.models import load_models
 from realign.runtime.ray.host import Loaded
 from realign.runtime.ray.proxies import RayEngine
+from realign.samplers import Vllm
 from tests.encoder_decoders import tiny_pair
 from tests.images import tiny_image_engine
 from tests.tiny import engine_over, save_tiny, tiny_engine, tiny_tokenizer

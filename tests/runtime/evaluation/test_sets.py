@@ -12,10 +12,10 @@ from realign.api import GenerationConfig
 from realign.errors import ConfigError, SettingsError
 from realign.interfaces import grpo, sft
 from realign.interfaces.rule_reward import RuleRewardInterface
+from realign.records.metrics.samples import readable
 from realign.rewards.terms import FunctionTerm
 from realign.runtime import Evaluation, Experiment, LossEvaluation, run
 from realign.runtime.local import LocalRuntime
-from realign.runtime.metrics.samples import readable
 from tests.config_parts import Bigram, CountThrees, Prompts
 from tests.formulas import by_enumeration
 

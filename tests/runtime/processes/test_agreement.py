@@ -15,8 +15,8 @@ from unittest import mock
 
 import pytest
 
-from realign.engines.distributed.ranks import Ranks, current
 from realign.errors import ConfigError, RealignError
+from realign.ranks import Ranks, current
 from realign.runtime import run
 from realign.runtime.processes import agreement as checks
 from realign.runtime.processes.agreement import by_rank, check_same, settings_of, software
@@ -156,4 +156,4 @@ def test_ranks_that_differ_in_anything_end_at_launch_with_one_error(tmp_path) ->
 
 def test_the_model_of_the_tests_is_a_class_of_the_user() -> None:
     assert checks._code("models.actor", BigramModel)[1].startswith("tests.toys.BigramModel in a file with sha256 ")
-    assert checks._code("data", Ranks) == ("data._target_", "realign.engines.distributed.ranks.Ranks")
+    assert checks._code("data", Ranks) == ("data._target_", "realign.ranks.Ranks")

@@ -11,8 +11,8 @@ from collections.abc import Callable
 import pytest
 from torch.distributed import HashStore
 
-from realign.engines.distributed.ranks import Ranks
 from realign.errors import TransientError
+from realign.ranks import Ranks
 from realign.runtime.processes import watchdog as watch
 from realign.runtime.processes.watchdog import RankWatch
 from realign.signals import Interrupted

@@ -18,11 +18,11 @@ from unittest import mock
 import pytest
 import yaml
 
+from realign import ranks
 from realign.cli import commands as cli
-from realign.engines.distributed import ranks
-from realign.engines.distributed.ranks import current
-from realign.runtime.checkpoint.folder import list_checkpoints
-from realign.runtime.checkpoint.last_failure import last_failure
+from realign.ranks import current
+from realign.records.checkpoint.folder import list_checkpoints
+from realign.records.checkpoint.last_failure import last_failure
 from realign.runtime.processes import rendezvous
 from realign.runtime.processes.agreement import software
 from tests.checkpoint_runs import untimed

@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from realign.api import GenerationConfig, MicroBatchSpec, Request, SequenceSample, stat_values
-from realign.engines import TopLayers, TransformersModel
+from realign.engines import TransformersModel
 from realign.engines.training.optimizer import OptimizerSpec
 from realign.engines.training.transformers_engine import TransformersEngine
 from realign.errors import ConfigError
+from realign.models import TopLayers
 from realign.runtime.evaluation.loss import LOSS_SUM
 from realign.runtime.ray import host as host_module
 from realign.runtime.ray.host import Host, Offload

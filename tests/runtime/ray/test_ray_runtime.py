@@ -22,8 +22,8 @@ from realign.engines.training.optimizer import OptimizerSpec
 from realign.errors import ConfigError, RewardError, RunError, TransientError, is_transient
 from realign.interfaces.components.early_stop import EarlyStop
 from realign.interfaces.grpo import GRPOActorInterface
+from realign.records.checkpoint.random_generators import seed_random
 from realign.runtime import Async, Local, Ray, run
-from realign.runtime.checkpoint.random_generators import seed_random
 from realign.runtime.evaluation.loss import ForwardOnly
 from realign.runtime.models import load_own
 from realign.runtime.out_of_memory import memory_limited

@@ -6,11 +6,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from realign.api import GenerationConfig
-from realign.engines.sampling.background import StreamingEngine
 from realign.runtime.ray.host import Host
 from realign.runtime.ray.proxies import RemoteSampler
+from realign.samplers.in_process.background import StreamingEngine
 from realign.testing import SAMPLER_CHECKS, check_sampler
-from tests.engines.sampling.rollouts import numbered_prompts, other_engine
+from tests.samplers.in_process.rollouts import numbered_prompts, other_engine
 from tests.tiny import tiny_engine
 
 

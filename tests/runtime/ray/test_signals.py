@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from realign.runtime.checkpoint.folder import list_checkpoints
+from realign.records.checkpoint.folder import list_checkpoints
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = """

@@ -28,8 +28,8 @@ from realign.errors import CheckpointError, RunError
 from realign.interfaces.components import GAE
 from realign.interfaces.decoupled_ppo import DecoupledPPOActorInterface
 from realign.interfaces.grpo import GRPOActorInterface
+from realign.records.checkpoint.folder import list_checkpoints
 from realign.runtime import Async, CheckpointSpec, DynamicSampling, Interrupted, OnUpdate, run
-from realign.runtime.checkpoint.folder import list_checkpoints
 from realign.runtime.local import LocalRuntime
 from realign.runtime.rollout.spec import Sync
 from realign.runtime.run_checkpoints import restore, run_state

@@ -10,9 +10,11 @@ from typing import Any, TypeAlias
 
 import torch
 
-from realign.engines import All, DType, InProcessSampling, Lora, Sharding, TopLayers, TransformersModel
+from realign.engines import Sharding, TransformersModel
 from realign.errors import ConfigError
+from realign.models import All, DType, Lora, TopLayers
 from realign.runtime import Experiment
+from realign.samplers import InProcessSampling
 from realign.settings import Auto
 from realign_planner.internals import (
     MemoryModel,

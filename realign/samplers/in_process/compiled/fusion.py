@@ -1,0 +1,559 @@
+"""Choose what computes the layers of a rollout: the modules of transformers, a `FusedTrunk`, or a `CompiledTrunk`.
+
+Each rollout reads the current weights, so optimizer steps take effect. A model is fused only if all its parts are
+known, and if a comparison gave the same hidden states.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Protocol, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.activations import SiLUActivation
+from typing_extensions import override
+
+from realign.errors import ConfigError
+from realign.functional.logprobs import no_autocast
+from realign.functional.packed import cu_seqlens_of, position_ids
+from realign.models.device import free_bytes
+from realign.models.network.attention import PackedContext
+from realign.models.network.decode_graphs import why_no_graphs
+from realign.models.network.decoder import ModuleTrunk, Trunk
+from realign.models.network.kernels import AttentionArgs
+from realign.models.network.kv_cache import DecodeContext, KVCache, PrefillContext
+from realign.samplers.in_process.compiled.fused_layers import FusedLayer, FusedTrunk, Linear, RMSNorm, for_few_rows
+from realign.samplers.in_process.compiled.library import CompiledDecode, LibraryError, load_library
+from realign.samplers.in_process.compiled.trunk import CompiledTrunk, check_supported
+
+TOLERANCE = 2e-5
+"""Largest fp32 rounding error, relative to the largest hidden state; ADR 31 gives measurements.
+
+Rounding differs by about 1e-6. For SmolLM2-135M, 2e-5 corresponds to about 1e-3 nats, the default of `ratio_tolerance`.
+"""
+
+logger = logging.getLogger(__name__)
+FAMILIES = frozenset({"llama", "mistral", "phi3", "qwen2", "qwen3"})
+"""Values of `model_type` whose layers `fused_layers` implements."""
+
+ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
+"""Types of rotary positions that do not depend on the text length."""
+
+CPU_BYTES = 2**32
+"""Memory limit for copies of weights on a CPU, in bytes. On an accelerator it is half of the free memory: the KV cache
+takes a part of the other half, and the passes of a rollout need the rest."""
+
+PROBE_LENGTHS = (9, 4, 14, 5)
+"""Lengths of the compared sequences, each longer than the steps, since a prompt has at least one token."""
+
+PROBE_STEPS = 3
+"""Number of tokens that are decoded one by one."""
+
+
+class DecodePath(StrEnum):
+    """Implementation of the decode steps of a rollout. The paths differ by rounding."""
+
+    modules = "modules"
+    """Modules of the transformers model."""
+    fused = "fused"
+    """`FusedTrunk`, with operators of torch."""
+    compiled = "compiled"
+    """`CompiledTrunk`, with the compiled library."""
+    graphs = "graphs"
+    """`FusedTrunk`, with CUDA graphs."""
+
+
+Lend: TypeAlias = Callable[[nn.Module], AbstractContextManager[object]]
+"""Lends a layer its weights for the time of the context."""
+
+
+class Lender(Protocol):
+    """Gathers the weights of a model that has none between rollouts. All ranks call its methods together."""
+
+    def gather_outer(self) -> None:
+        """Gather the weights outside of the layers."""
+        ...
+
+    def lend(self, layer: nn.Module) -> AbstractContextManager[object]:
+        """Gather the weights of a layer for the time of the context."""
+        ...
+
+    def on_all_ranks(self, own: bool) -> bool:
+        """Return whether `own` is true on all ranks."""
+        ...
+
+
+class Fusion:
+    """Decides whether a model's rollouts can run on a `FusedTrunk`. The first rollout makes the comparison.
+
+    Args:
+        model: the transformers model.
+        compiled: whether decode steps of a fused trunk run in the compiled library, see `CompiledTrunk`.
+    """
+
+    def __init__(self, model: Any, compiled: CompiledDecode = CompiledDecode.auto) -> None:
+        self._model = model
+        self._args: list[AttentionArgs] | None = None
+        self._joined: list[FusedLayer] | None = None
+        self.lender: Lender | None = None
+        """Gathers the weights, see `join`; None if the model always has them."""
+        self.path = DecodeChoice(type(model).__name__, compiled)
+        """The choice of what computes the decode steps."""
+        self.obstacle: str | None = None
+        """Reason why the last rollout ran the model's own modules; None if it was fused, or no rollout has run."""
+        self._difference: str | None = None
+        self._logged: str | None = None
+
+    @property
+    def known(self) -> bool:
+        """Whether a comparison has succeeded."""
+        return self._args is not None
+
+    @torch.no_grad()
+    def compare(self) -> None:
+        """Run the comparison now.
+
+        A resumed run calls this with its initial weights, so that it gets the same outcome as the original run.
+        """
+        if self.known:
+            return
+        with suppress(_Unknown):
+            _check_parts(self._model)
+            if self.lender is not None:
+                self.lender.gather_outer()
+            self._compare()
+
+    def _compare(self) -> None:
+        """See `_compared`. A difference is final: measuring it again after each step would only change its digits."""
+        if self._args is not None:
+            return
+        if self._difference is not None:
+            raise _Different(self._difference)
+        try:
+            self._args = _compared(self._model, None if self.lender is None else self.lender.lend)
+        except _Different as error:
+            self._difference = str(error)
+            raise
+
+    def _check(self, dtype: torch.dtype) -> None:
+        if self._args is None:
+            _check_parts(self._model)
+        # in each rollout, since free memory changes; a model that was refused for it is compared later
+        _check_memory(self._model.base_model.layers, dtype)
+
+    @torch.no_grad()
+    def join(self, lender: Lender, dtype: torch.dtype) -> bool:
+        """Join the layers of a model without weights, each while it has its weights; collective.
+
+        Returns:
+            Whether rollouts run the joined layers until `forget`. If not, they need all weights.
+        """
+        self.forget()
+        if not lender.on_all_ranks(_knows(lambda: self._check(dtype))):
+            return False
+        lender.gather_outer()
+        if not lender.on_all_ranks(_knows(self._compare)):
+            return False
+        assert self._args is not None
+        self._joined = list(_read_layers(self._model, self._args, dtype, lender.lend))
+        return True
+
+    def forget(self) -> None:
+        """Free the layers of `join`."""
+        self._joined = None
+
+    @torch.no_grad()
+    def trunk(self, length: int, dtype: torch.dtype) -> Trunk:
+        """Return the trunk for a rollout with the current weights: a fused one if possible, else the modules.
+
+        Args:
+            length: number of positions to support.
+            dtype: dtype of matrix products.
+        """
+        try:
+            layers = self._joined
+            if layers is None:
+                self._check(dtype)
+                if self.lender is not None and not self.known and self._difference is None:
+                    # comparing is collective, and a rank without prompts is not here
+                    raise _Unknown("the memory of some rank did not suffice to join the layers")
+                self._compare()
+                assert self._args is not None
+                layers = list(_read_layers(self._model, self._args, dtype))
+            base = self._model.base_model
+            turns = _rotations(self._model, length)
+            trunk = self.path.fastest(FusedTrunk(base.embed_tokens.weight.detach(), layers, _norm(base.norm), turns))
+            self.obstacle = None
+            return trunk
+        except _Unknown as error:
+            self.path.record(DecodePath.modules, str(error))
+            if self._logged != str(error):
+                logger.info("Rollouts of %s call its modules, since %s", type(self._model).__name__, error)
+            self.obstacle = self._logged = str(error)
+            return ModuleTrunk(self._model)
+
+
+class DecodeChoice:
+    """Chooses what computes the decode steps of a model, and warns if a resumed run chooses something else.
+
+    Args:
+        model: name of the model's class, for the log.
+        compiled: whether decode steps of a fused trunk run in the compiled library or as CUDA graphs.
+    """
+
+    def __init__(self, model: str, compiled: CompiledDecode) -> None:
+        self.compiled = compiled
+        self.required_by, self.cure = "compiled_decode=on", "compiled_decode=auto"
+        """The setting that requires the library, and the one that doesn't, for errors; `ExactModel` sets its own."""
+        self.now: DecodePath | None = None
+        """What computed the decode steps of the last rollout; None if no rollout has run."""
+        self.resumed: str | None = None
+        """The `DecodePath` of the checkpoint from which the run resumed, until the first rollout."""
+        self._model = model
+        self._difference: float | None = None
+        """Difference of the library from torch, measured once; training changes its digits, not its size."""
+        self._logged: str | None = None
+
+    @property
+    def saved(self) -> str | None:
+        """The `DecodePath` that a checkpoint records; None if no rollout has run."""
+        return self.resumed if self.now is None else self.now.value
+
+    def fastest(self, trunk: FusedTrunk) -> Trunk:
+        """Return the trunk with compiled decode steps, if the setting allows them and this machine has the library.
+
+        On CUDA it is the same trunk, and `now` tells whether its steps can be graphs.
+
+        Raises:
+            ConfigError: the setting requires what this machine does not have.
+        """
+        if self.compiled is CompiledDecode.off:
+            self.record(DecodePath.fused, "compiled_decode=off")
+            return trunk
+        device = trunk.embedding.device
+        try:
+            if device.type != "cuda":
+                compiled = self._compiled_trunk(trunk)
+                self.record(DecodePath.compiled, "a compiled library is available")
+                return compiled
+            if (obstacle := why_no_graphs(device)) is not None:
+                raise ValueError(obstacle)
+            self.record(DecodePath.graphs, "the device replays CUDA graphs")
+        except ValueError as error:
+            self.record(DecodePath.fused, str(error))
+            if self._logged != str(error):
+                logger.info("Decode steps of %s run in torch, since %s", self._model, error)
+            self._logged = str(error)
+        return trunk
+
+    def _compiled_trunk(self, trunk: FusedTrunk) -> CompiledTrunk:
+        """Return the trunk with compiled decode steps.
+
+        Raises:
+            ValueError: the library does not implement the trunk, is not available, or computes something else.
+        """
+        check_supported(trunk)
+        library = load_library()
+        if isinstance(library, LibraryError):
+            raise ValueError(str(library))
+        compiled = CompiledTrunk(trunk, library)
+        if self._difference is None:
+            self._difference = compiled.difference()
+        if not self._difference <= TOLERANCE:
+            raise ValueError(
+                f"hidden states of the compiled library differ by {self._difference:.1e} (relative) from torch"
+            )
+        return compiled
+
+    def record(self, path: DecodePath, reason: str) -> None:
+        """Record what computes the decode steps, and warn if it differs from that of the resumed run.
+
+        Raises:
+            ConfigError: the setting requires the library.
+        """
+        if self.compiled is CompiledDecode.on and path is not DecodePath.compiled:
+            raise ConfigError(
+                f"sampler.{self.required_by}: decode steps cannot be compiled, since {reason}. Set {self.cure}."
+            )
+        if self.resumed is not None and self.resumed != path:
+            warnings.warn(
+                f"Decode steps of the checkpoint ran in {self.resumed!r}, and those of this run in {path.value!r}, "
+                f"since {reason}. The run continues. Its samples can differ slightly from those of an uninterrupted "
+                "run.",
+                stacklevel=2,
+            )
+        self.now, self.resumed = path, None
+
+
+class _Unknown(Exception):
+    """The model has a feature that `fused_layers` does not support."""
+
+
+class _Different(_Unknown):
+    """The fused layers compute other hidden states than the modules."""
+
+
+@dataclass(eq=False)
+class _Recorder(PackedContext):
+    """Packed attention that records the attention arguments of each layer."""
+
+    args: list[AttentionArgs] = field(default_factory=list, init=False)
+
+    @override
+    def attend(self, layer: int, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Tensor:
+        self.args.append(args)
+        return super().attend(layer, module, q, k, v, args)
+
+
+def _knows(step: Callable[[], None]) -> bool:
+    """Return whether a step does not raise `_Unknown`, whose reason `Fusion.trunk` tells."""
+    try:
+        step()
+    except _Unknown:
+        return False
+    return True
+
+
+def _compared(model: Any, lend: Lend | None) -> list[AttentionArgs]:
+    """Compare prefill and decoding with the modules, and return the attention arguments of each layer.
+
+    Raises:
+        _Unknown: the layers of the model attend in an unknown way.
+        _Different: the hidden states differ.
+    """
+    device, words = next(model.parameters()).device, len(model.get_input_embeddings().weight)
+    ids_T = torch.randint(words, (sum(PROBE_LENGTHS),), generator=torch.Generator().manual_seed(0)).to(device)
+    cu_seqlens = cu_seqlens_of(PROBE_LENGTHS).to(device)
+    positions_T = position_ids(cu_seqlens)
+    recorder = _Recorder(cu_seqlens, lengths=PROBE_LENGTHS)
+    with no_autocast(ids_T):
+        with ExitStack() as hooks:
+            if lend is not None:
+                for layer in model.base_model.layers:
+                    hooks.enter_context(_lent_in_forward(layer, lend))
+            want_TH = ModuleTrunk(model)(ids_T, positions_T, recorder)
+        if len(recorder.args) != len(model.base_model.layers) or any(a.sinks_H is not None for a in recorder.args):
+            raise _Unknown("its layers do not each call attention once, without sinks")
+        got_TH = _prefilled_and_decoded(model, recorder.args, ids_T, positions_T, lend)
+    error = float((got_TH - want_TH).abs().max() / want_TH.abs().max())
+    # not `error > TOLERANCE`, which is False for NaN
+    if not error <= TOLERANCE:
+        raise _Different(f"hidden states differ by {error:.1e} (relative) from the modules")
+    return recorder.args
+
+
+@contextmanager
+def _lent_in_forward(layer: nn.Module, lend: Lend) -> Iterator[None]:
+    """Lend the layer its weights in each forward pass inside this context."""
+    lent = ExitStack()
+
+    def take(*_: Any) -> None:
+        lent.enter_context(lend(layer))
+
+    hooks = [layer.register_forward_pre_hook(take), layer.register_forward_hook(lambda *_: lent.close())]
+    try:
+        yield
+    finally:
+        lent.close()  # after an error in the layer
+        for hook in hooks:
+            hook.remove()
+
+
+def _prefilled_and_decoded(
+    model: Any, args: list[AttentionArgs], ids_T: Tensor, positions_T: Tensor, lend: Lend | None
+) -> Tensor:
+    """Return hidden states [T, H]; the last `PROBE_STEPS` tokens of each sequence are decoded one by one.
+
+    Copies of all layers in fp32 may exceed the memory, so each layer is copied, computes all tokens, and is freed.
+    """
+    device = ids_T.device
+    ends = cu_seqlens_of(PROBE_LENGTHS)[1:].to(device).long()
+    prompts = [n - PROBE_STEPS for n in PROBE_LENGTHS]
+    given_T = torch.ones(len(ids_T), dtype=torch.bool, device=device)
+    for step in range(PROBE_STEPS):
+        given_T[ends - PROBE_STEPS + step] = False
+    turns = _rotations(model, max(PROBE_LENGTHS))
+    steps = [given_T, *(ends - PROBE_STEPS + step for step in range(PROBE_STEPS))]
+    hidden = [F.embedding(ids_T[at], model.base_model.embed_tokens.weight) for at in steps]
+    for i, layer in enumerate(_read_layers(model, args, torch.float32, lend)):
+        prefill = PrefillContext(cu_seqlens_of(prompts).to(device), lengths=prompts)
+        layer.add_to(hidden[0], i, turns[positions_T[given_T]], prefill)
+        read = list(prefill.per_sequence(prompts))
+        cache = KVCache(read[0], len(prompts), max(PROBE_LENGTHS))
+        for row, kv in enumerate(read):
+            cache.fill(row, row + 1, kv)
+        for step, at in enumerate(steps[1:]):
+            context = DecodeContext(cache, positions_T[at], max(PROBE_LENGTHS) - PROBE_STEPS + step)
+            layer.add_to(hidden[1 + step], i, turns[positions_T[at]], context)
+    hidden_TH = torch.empty(len(ids_T), hidden[0].shape[1], device=device)
+    for at, x in zip(steps, hidden, strict=True):
+        hidden_TH[at] = x
+    return _norm(model.base_model.norm)(hidden_TH)
+
+
+def _check_parts(model: Any) -> None:
+    """Raise `_Unknown` if the model has a part that `_read` does not support."""
+    base, config = model.base_model, model.config
+    if config.model_type not in FAMILIES:
+        raise _Unknown(f"model family {config.model_type!r} is not supported")
+    _check_children("the model", base, {"embed_tokens", "layers", "norm", "rotary_emb"}, set())
+    rope = getattr(base.rotary_emb, "rope_type", None)
+    if rope not in ROPE_TYPES:
+        raise _Unknown(f"rotary positions of type {rope!r} are not supported")
+    for layer in base.layers:
+        dropouts = {"resid_attn_dropout", "resid_mlp_dropout"}
+        _check_children("a layer", layer, {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}, dropouts)
+        attention, mlp = layer.self_attn, layer.mlp
+        projections = {"qkv_proj"} if hasattr(attention, "qkv_proj") else {"q_proj", "k_proj", "v_proj"}
+        norms = {"q_norm", "k_norm"} if hasattr(attention, "q_norm") else set()
+        _check_children("attention", attention, projections | norms | {"o_proj"}, set())
+        inner = {"gate_up_proj"} if hasattr(mlp, "gate_up_proj") else {"gate_proj", "up_proj"}
+        _check_children("an mlp", mlp, inner | {"down_proj"}, {"act_fn", "activation_fn"})
+        for linear in (*(getattr(attention, n) for n in projections), attention.o_proj, mlp.down_proj):
+            _check_plain(linear, nn.Linear)
+        for name in inner:
+            _check_plain(getattr(mlp, name), nn.Linear)
+    _check_plain(base.embed_tokens, nn.Embedding)
+
+
+def _check_children(what: str, module: nn.Module, needed: set[str], allowed: set[str]) -> None:
+    children = {name for name, _ in module.named_children()}
+    if not needed <= children <= needed | allowed:
+        raise _Unknown(f"{what} consists of {sorted(children)} instead of {sorted(needed)}")
+
+
+def _check_plain(module: nn.Module, kind: type[nn.Module]) -> None:
+    """Raise `_Unknown` unless the module has only an fp32 weight and optionally a bias (no adapter or shard)."""
+    weight: Any = module.weight
+    if type(module) is not kind or type(weight) is not nn.Parameter or weight.dtype != torch.float32:
+        description = (
+            f"{type(module).__module__}.{type(module).__qualname__} in {str(weight.dtype).removeprefix('torch.')}"
+        )
+        raise _Unknown(f"a layer is {description} instead of a plain float32 {kind.__name__} (an adapter or a cast)")
+
+
+def _rotations(model: Any, length: int) -> Tensor:
+    """Return the rotations of `FusedTrunk.turns`."""
+    base, device = model.base_model, next(model.parameters()).device
+    # the weight only tells dtype and device; the factor of yarn is in cosine and sine
+    cos, sin = base.rotary_emb(base.embed_tokens.weight[:1], torch.arange(length, device=device)[None])
+    half = cos.shape[-1] // 2
+    # 1 for the part of a head that a family does not rotate
+    turns = torch.ones(length, 1, base.layers[0].self_attn.head_dim // 2, dtype=torch.complex64, device=device)
+    turns[:, 0, :half] = torch.complex(cos[0, :, :half].float(), sin[0, :, :half].float())
+    return turns
+
+
+def _order(model: Any) -> Tensor:
+    """Return the order of a head's rows that makes rotary pairs adjacent."""
+    base, device = model.base_model, next(model.parameters()).device
+    cos, _ = base.rotary_emb(base.embed_tokens.weight[:1], torch.zeros(1, 1, dtype=torch.int64, device=device))
+    rotated = cos.shape[-1]
+    order = torch.arange(base.layers[0].self_attn.head_dim, device=device)
+    # transformers pairs entry i with i + half, and complex numbers pair neighbors
+    order[:rotated] = order[:rotated].view(2, rotated // 2).t().flatten()
+    return order
+
+
+def _read_layers(
+    model: Any, args: list[AttentionArgs], dtype: torch.dtype, lend: Lend | None = None
+) -> Iterator[FusedLayer]:
+    """Yield a fused copy of each layer, which has its weights only in the context of `lend`.
+
+    Raises:
+        _Unknown: a module has forward hooks, which would not run; or joined layers differ.
+    """
+    base = model.base_model
+    if any(m._forward_hooks or m._forward_pre_hooks for m in base.modules()):
+        raise _Unknown("a module has forward hooks")
+    order_D = _order(model)
+    for layer, own in zip(base.layers, args, strict=True):
+        with nullcontext() if lend is None else lend(layer):
+            fused = _read_layer(layer, own, order_D, dtype)
+        yield fused
+
+
+def _check_memory(layers: nn.ModuleList, dtype: torch.dtype) -> None:
+    """Check that the copies of the weights fit."""
+    weights = [p for layer in layers for p in layer.parameters()]
+    copied = sum(p.numel() for p in weights) * dtype.itemsize
+    device = weights[0].device
+    if copied > copies_limit(device):
+        # on a GPU without the number, which differs in each rollout
+        limit = "half of the free memory" if device.type == "cuda" else f"the limit of {CPU_BYTES}"
+        raise _Unknown(f"copies of the weights need {copied} bytes, more than {limit}")
+
+
+def copies_limit(device: torch.device) -> int:
+    """Return the memory that a rollout may use for copies of weights, in bytes; see `CPU_BYTES`."""
+    return free_bytes(device) // 2 if device.type == "cuda" else CPU_BYTES
+
+
+def _read_layer(layer: Any, args: AttentionArgs, order_D: Tensor, dtype: torch.dtype) -> FusedLayer:
+    attention, mlp = layer.self_attn, layer.mlp
+    size = len(order_D)
+    if hasattr(attention, "qkv_proj"):
+        keys = attention.num_key_value_heads
+        parts = attention.qkv_proj.weight.unflatten(0, (-1, size)).split_with_sizes
+        queries = attention.qkv_proj.out_features // size - 2 * keys
+        weights, biases = parts((queries, keys, keys)), _biases(attention.qkv_proj)
+    else:
+        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+        weights = tuple(p.weight.unflatten(0, (-1, size)) for p in projections)
+        biases = _biases(*projections)
+        queries, keys = len(weights[0]), len(weights[1])
+    # values keep their order, since only scores are free to permute a head
+    joined = torch.cat([weights[0][:, order_D], weights[1][:, order_D], weights[2]]).flatten(0, 1)
+    if biases is not None:
+        by_head = biases.view(-1, size)
+        biases = torch.cat([by_head[: queries + keys, order_D], by_head[queries + keys :]]).flatten()
+    qk_norm = None
+    if hasattr(attention, "q_norm"):
+        q, k = attention.q_norm, attention.k_norm
+        weight = torch.cat([q.weight[order_D].expand(queries, -1), k.weight[order_D].expand(keys, -1)])
+        if q.variance_epsilon != k.variance_epsilon:
+            raise _Unknown("queries and keys are normalized with different eps")
+        qk_norm = RMSNorm.of(weight, q.variance_epsilon)
+    inner = (mlp.gate_up_proj,) if hasattr(mlp, "gate_up_proj") else (mlp.gate_proj, mlp.up_proj)
+    activation = mlp.act_fn if hasattr(mlp, "act_fn") else mlp.activation_fn
+    return FusedLayer(
+        attention_norm=_norm(layer.input_layernorm),
+        qkv=_linear(joined, biases, dtype),
+        heads=(queries, keys, keys),
+        qk_norm=qk_norm,
+        args=args,
+        output=_linear(attention.o_proj.weight, attention.o_proj.bias, dtype),
+        mlp_norm=_norm(layer.post_attention_layernorm),
+        gate_up=_linear(_cat([p.weight for p in inner]), _biases(*inner), dtype),
+        # one function for all classes of it, by which `check_supported` recognizes it
+        activation=F.silu if isinstance(activation, nn.SiLU | SiLUActivation) else activation,
+        down=_linear(mlp.down_proj.weight, mlp.down_proj.bias, dtype),
+        module=attention,
+    )
+
+
+def _norm(module: Any) -> RMSNorm:
+    return RMSNorm.of(module.weight, module.variance_epsilon)
+
+
+def _linear(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Linear:
+    return Linear(for_few_rows(weight.detach().to(dtype)), None if bias is None else bias.detach().to(dtype))
+
+
+def _biases(*linears: Any) -> Tensor | None:
+    """Return the joined biases of the layers; None if no layer has one."""
+    biases = [x.bias for x in linears if x.bias is not None]
+    if len(biases) not in (0, len(linears)):
+        raise _Unknown("only some of the joined layers have a bias")
+    return _cat(biases) if biases else None
+
+
+def _cat(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

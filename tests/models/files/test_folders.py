@@ -1,0 +1,302 @@
+"""Test the folders that a run writes: names, complete saves on the disk, and regular files only."""
+
+from __future__ import annotations
+
+import errno
+import os
+import pickle
+import shutil
+import warnings
+from pathlib import Path
+
+import pytest
+
+from realign.errors import ConfigError, DataError, TransientError
+from realign.models.files.folders import (
+    check_name,
+    check_run_folder,
+    restore_interrupted_saves,
+    save_folder,
+    write_state,
+)
+from realign.models.files.model_folder import check_path
+from realign.own_files import FILES, OwnFiles, refuse_link
+from tests.disk import OTHERS, DiskLog
+
+
+@pytest.mark.parametrize("name", ["actor", "ref_2", "Qwen2.5 run", "größe", "a" * 100, "grpo=1,kl", "$(x)"])
+def test_ordinary_names_pass(name):
+    check_name("name", name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        ".",
+        "..",
+        "../up",
+        "a/b",
+        "/tmp/x",
+        "a\\b",
+        ".hidden",
+        "-rf",
+        "a\nb",
+        "a\0b",
+        "\x1b[2J",
+        " a",
+        "a ",
+        "é" * 51,
+    ],
+)
+def test_what_is_no_name_of_a_file_is_refused(name):
+    with pytest.raises(ConfigError, match=r"^models: .* is not a valid file name. Use up to 100 characters"):
+        check_name("models:", name)
+
+
+@pytest.mark.parametrize(
+    "path", ["../secret", "owner/..", "owner/../x", "a/b/c", "~nobody-here/x", "owner/.hidden", ""]
+)
+def test_a_path_trick_is_no_hub_name(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises((ConfigError, DataError), match=r"^models\.actor\.path="):
+        check_path("models.actor.path", path)
+
+
+@pytest.mark.parametrize("name", ["final", "step_000003", "best", "metrics.jsonl", "checkpoints", ".hydra"])
+def test_a_run_does_not_write_through_links_in_its_folder(name, tmp_path):
+    elsewhere = tmp_path / "elsewhere"
+    (elsewhere / "actor").mkdir(parents=True)
+    run = tmp_path / "run"
+    run.mkdir()
+    check_run_folder(run)
+    (run / name).symlink_to(elsewhere)
+    with pytest.raises(ConfigError, match=f"{name}' is a link to .*elsewhere'.* Remove the link"):
+        check_run_folder(run)
+
+
+def test_a_link_below_a_folder_of_models_is_found_and_a_dangling_one_too(tmp_path):
+    (tmp_path / "final").mkdir()
+    (tmp_path / "final" / "actor").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match=r"actor' is a link to .*nowhere"):
+        check_run_folder(tmp_path)
+
+
+def test_the_folder_of_the_run_may_be_a_link(tmp_path):
+    (tmp_path / "large_disk" / "final").mkdir(parents=True)
+    (tmp_path / "run").symlink_to(tmp_path / "large_disk")
+    check_run_folder(tmp_path / "run")
+
+
+def test_a_model_is_not_written_over_a_link(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "actor").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match="is a link"):
+        save_folder(tmp_path / "actor", lambda new: new.mkdir())
+    assert (tmp_path / "actor").is_symlink()
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+    refuse_link(tmp_path / "elsewhere")
+
+
+@pytest.mark.parametrize(("code", "transient"), [(errno.ENOSPC, True), (errno.EDQUOT, True), (errno.EACCES, False)])
+def test_only_a_full_disk_is_an_error_that_a_restart_can_fix(tmp_path, code, transient):
+    def write(new):
+        raise OSError(code, os.strerror(code))
+
+    with pytest.raises(OSError, match=f"actor was not saved: .*{os.strerror(code)}") as caught:
+        save_folder(tmp_path / "actor", write)
+    assert isinstance(caught.value, TransientError) == transient
+    # ranks send exceptions to each other
+    assert isinstance(pickle.loads(pickle.dumps(caught.value)), type(caught.value))
+
+
+def test_a_folder_of_the_run_is_replaced_as_a_whole_or_not_at_all(tmp_path):
+    def write(text):
+        def into(new):
+            new.mkdir()
+            (new / "weights").write_text(text)
+            assert text != "bad", "disk full"
+
+        return into
+
+    own = OwnFiles(tmp_path)
+    save_folder(tmp_path / "best", write("one"), own)
+    with pytest.raises(AssertionError, match="disk full"):
+        save_folder(tmp_path / "best", write("bad"), own)
+    assert (tmp_path / "best" / "weights").read_text() == "one"
+    save_folder(tmp_path / "best", write("two"), own)
+    assert (tmp_path / "best" / "weights").read_text() == "two"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["best", FILES]
+
+
+def test_a_folder_with_files_of_somebody_else_is_moved_and_an_empty_one_replaced(tmp_path):
+    (tmp_path / "final").mkdir()
+    own = OwnFiles(tmp_path)
+    save_folder(tmp_path / "final", lambda new: model(new, "one"), own)
+    (tmp_path / "final" / "README.md").write_text("mine")
+    with pytest.warns(UserWarning, match=r"README.md was not written by this run, so .*final was moved to .*final\.1"):
+        save_folder(tmp_path / "final", lambda new: model(new, "two"), own)
+    (tmp_path / FILES).unlink()
+    with pytest.warns(UserWarning, match=r"moved to .*final\.2"):
+        save_folder(tmp_path / "final", lambda new: model(new, "three"))  # somebody's path, without a run
+    texts = {path.name: (path / "weights").read_text() for path in tmp_path.glob("final*")}
+    assert texts == {"final.1": "one", "final.2": "two", "final": "three"}
+    assert (tmp_path / "final.1" / "README.md").read_text() == "mine"
+
+
+def test_saves_to_a_path_that_somebody_named_replace_those_of_this_process_only(tmp_path):
+    for text in ("one", "two"):
+        save_folder(tmp_path / "actor", lambda new, text=text: model(new, text))
+    assert [path.name for path in tmp_path.iterdir()] == ["actor"]
+    assert (tmp_path / "actor" / "weights").read_text() == "two"
+    for change in (lambda file: file.write_text("mine"), lambda file: file.with_name("notes").write_text("mine")):
+        change(tmp_path / "actor" / "weights")
+        with pytest.warns(UserWarning, match=r"was not written by this run, so .*actor was moved to"):
+            save_folder(tmp_path / "actor", lambda new: model(new, "three"))
+    kept = {name: (tmp_path / name / "weights").read_text() for name in ("actor", "actor.1", "actor.2")}
+    assert kept == {"actor": "three", "actor.1": "mine", "actor.2": "three"}
+
+
+def model(folder: Path, text: str) -> None:
+    folder.mkdir(parents=True)
+    (folder / "weights").write_text(text)
+
+
+@pytest.mark.parametrize("name", ["final", "best", "step_000003", "step_1000000"])
+@pytest.mark.parametrize("state", ["writing", "between the renames", "after the renames"])
+def test_an_interrupted_save_leaves_the_old_or_the_new_folder_and_nothing_else(tmp_path, name, state):
+    target = tmp_path / name
+    scratch = OwnFiles(tmp_path).scratch(name)
+    if state != "between the renames":
+        model(target, "new" if state == "after the renames" else "old")
+    if state != "after the renames":
+        model(scratch / "new", "torn" if state == "writing" else "new")
+    if state != "writing":
+        model(scratch / "old", "old")
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        restore_interrupted_saves(tmp_path)
+    assert (target / "weights").read_text() == ("new" if state == "after the renames" else "old")
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([target.name, FILES])
+    assert ["was restored" in str(w.message) for w in told] == [True] * (state == "between the renames")
+
+
+def test_an_interrupted_removal_leaves_no_partial_model_and_is_finished_later(tmp_path, monkeypatch):
+    own = OwnFiles(tmp_path)
+    save_folder(tmp_path / "step_000002", lambda new: model(new, "x"), own)
+
+    def interrupted(path, **options):
+        (path / "weights").unlink()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            own.remove("step_000002")
+    assert not (tmp_path / "step_000002").exists()
+    restore_interrupted_saves(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [FILES]
+
+
+@pytest.mark.parametrize(
+    "name", [".git", ".final.abcdefgh", ".final.removed", ".final.0123abcd", ".step_000001.0123abcd"]
+)
+def test_hidden_folders_that_no_run_made_stay(tmp_path, name):
+    model(tmp_path / name, "mine")
+    OwnFiles(tmp_path).scratch("best")
+    restore_interrupted_saves(tmp_path)
+    assert (tmp_path / name / "weights").exists()
+    assert not list(tmp_path.glob(".best.*"))
+
+
+def test_links_are_neither_restored_nor_followed(tmp_path):
+    model(tmp_path / "elsewhere" / "old", "mine")
+    run = tmp_path / "run"
+    for name in ("final", "best"):
+        scratch = OwnFiles(run).scratch(name)
+        if name == "best":
+            scratch.rmdir()
+            scratch.symlink_to(tmp_path / "elsewhere")
+        else:
+            (scratch / "old").symlink_to(tmp_path / "elsewhere" / "old")
+    (run / "step_000001").symlink_to(tmp_path / "elsewhere")
+    restore_interrupted_saves(run)
+    assert sorted(path.name[:5] for path in run.iterdir()) == [".best", FILES[:5], "step_"]
+    assert (tmp_path / "elsewhere" / "old" / "weights").exists()
+
+
+def test_a_rename_that_fails_brings_the_old_folder_back(tmp_path, monkeypatch):
+    own = OwnFiles(tmp_path)
+    save_folder(tmp_path / "best", lambda folder: model(folder, "one"), own)
+    rename, calls = os.rename, []
+
+    def fails_second(source, target, **options):
+        calls.append(target)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        rename(source, target, **options)
+
+    monkeypatch.setattr(os, "rename", fails_second)
+    with pytest.raises(KeyboardInterrupt):
+        save_folder(tmp_path / "best", lambda folder: model(folder, "two"), own)
+    assert (tmp_path / "best" / "weights").read_text() == "one"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["best", FILES]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("metrics.jsonl", "samples.jsonl", "config.yaml", "curves.png", "last_failure.json"),
+        *("realign.log", ".hydra/x.yaml"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["pipe", "folder", "socket", "dangling link", "link to a device"])
+def test_the_record_files_of_a_run_are_regular_files(tmp_path, name, kind):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    check_run_folder(tmp_path)
+    OTHERS[kind](tmp_path / name)
+    with pytest.raises(ConfigError, match=f"{name}' is (not a regular file|a link to)"):
+        check_run_folder(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["final", "best/actor", "checkpoints", "step_000001"])
+def test_a_pipe_in_place_of_a_folder_is_refused(tmp_path, name):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(ConfigError, match=f"{name}' is not a regular file"):
+        check_run_folder(tmp_path)
+
+
+def write_model(folder: Path) -> None:
+    (folder / "tokenizer").mkdir(parents=True)
+    (folder / "weights").write_text("w")
+    (folder / "tokenizer" / "vocabulary").write_text("v")
+
+
+def test_a_saved_folder_is_synced_file_by_file_before_its_rename_and_its_parents_after(tmp_path, monkeypatch):
+    log = DiskLog(monkeypatch)
+    path = tmp_path / "run" / "final" / "actor"
+    save_folder(path, write_model)
+    published = log.renamed_to(path)
+    for part in (path, path / "weights", path / "tokenizer", path / "tokenizer" / "vocabulary"):
+        assert log.last_sync(part) < published
+    assert log.last_sync(path.parent) > published
+    assert log.last_sync(tmp_path / "run") >= 0
+    assert log.last_sync(tmp_path) >= 0
+
+
+def test_a_folder_that_is_replaced_is_synced_too(tmp_path, monkeypatch):
+    own = OwnFiles(tmp_path)
+    save_folder(tmp_path / "best", write_model, own)
+    log = DiskLog(monkeypatch)
+    save_folder(tmp_path / "best", write_model, own)
+    published = log.renamed_to(tmp_path / "best")
+    assert log.last_sync(tmp_path / "best" / "weights") < published
+    assert log.last_sync(tmp_path) > published
+
+
+def test_the_state_of_an_interface_is_synced_before_its_rename(tmp_path, monkeypatch):
+    log = DiskLog(monkeypatch)
+    write_state(tmp_path, {"gain": 1.0})
+    file = tmp_path / "interface_state.json"
+    assert log.last_sync(file) < log.renamed_to(file) < log.last_sync(tmp_path)

@@ -1,0 +1,255 @@
+"""Test concurrent CPU passes: results equal those of sequential passes, and the thread settings are restored."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from realign.api import GenerationConfig, Lengths, MicroBatchSpec, SequenceSample, stat_values
+from realign.engines import OptimizerSpec, SharedModel, TransformersModel
+from realign.engines.shared_model import Share
+from realign.errors import RunError
+from realign.models import Causal, TopLayers, ValueHead
+from realign.models.network.passes import MIN_ROWS, ParallelPasses, SharedPrompts, in_lanes, side_by_side
+from realign.samplers.in_process import rollout_model
+from tests.tiny import random_sample, save_tiny, tiny_engine
+
+STEP = OptimizerSpec(lr=1e-2, eps=1.0, grad_clip=None)
+DATA = ([60, 40], [90], [30, 20, 70], [50], [80, 10], [100])
+
+
+@pytest.fixture(autouse=True)
+def three_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    assert torch.get_num_threads() == 3
+    torch.set_num_threads(before)
+
+
+def likelihood(output, data):
+    logprobs_T, entropy_T = output.logprobs_and_entropy(where_T=data["loss_mask"])
+    return -(logprobs_T + 0.1 * entropy_T).sum(), {"threads": (torch.ones(()), torch.ones(()))}
+
+
+def weight(data):
+    return data["loss_mask"].sum()
+
+
+def masked(nested=DATA, seed=0):
+    data = random_sample(nested, seed=seed)
+    return data.with_tokens(loss_mask=torch.rand(len(data["input_ids"]), generator=torch.Generator()) < 0.8)
+
+
+def trained(data, spec=None, *, loss=likelihood, **engine):
+    engine = tiny_engine(optimizer=STEP, **engine)
+    stats = engine.train_batch(data, spec or MicroBatchSpec(), loss, weight)
+    return stat_values(stats), torch.cat([p.detach().flatten() for p in engine.network.parameters()])
+
+
+groups = st.lists(st.lists(st.integers(0, 300), max_size=4), max_size=12)
+
+
+@given(groups, st.none() | st.integers(1, 3000), st.integers(1, 8), st.booleans())
+def test_lanes_divide_the_budget(nested, limit, threads, whole_groups):
+    lengths = Lengths.of(nested)
+    spec = MicroBatchSpec(limit, whole_groups=whole_groups)
+    lanes, cut = in_lanes(lengths, lengths.total, spec, threads)
+    assert 1 <= lanes <= threads
+    if lanes == 1:
+        assert cut is spec
+        return
+    assert lengths.total >= lanes * MIN_ROWS
+    assert cut.n_microbatches % lanes == 0
+    assert cut.whole_groups == whole_groups
+    if limit is not None:
+        assert lanes * cut.max_tokens_per_microbatch <= limit
+        longest = lengths.per_prompt if whole_groups else lengths.flat
+        assert cut.max_tokens_per_microbatch >= longest.max()
+
+
+def test_lanes_are_as_many_as_there_is_work_for():
+    lengths = Lengths.of([[MIN_ROWS]] * 5)
+    assert in_lanes(lengths, lengths.total, MicroBatchSpec(), 8)[0] == 5
+    assert in_lanes(lengths, lengths.total, MicroBatchSpec(), 2) == (2, MicroBatchSpec(None, 2))
+    assert in_lanes(lengths, lengths.total, MicroBatchSpec(2 * MIN_ROWS), 8) == (2, MicroBatchSpec(MIN_ROWS, 6))
+    assert in_lanes(lengths, lengths.total, MicroBatchSpec(2 * MIN_ROWS - 1), 8)[0] == 1
+
+
+def test_results_keep_their_order_and_few_wait():
+    taken, most = [], 0
+    made = threading.Semaphore(0)
+    running = set()
+
+    def work(x):
+        nonlocal most
+        running.add(x)
+        most = max(most, len(running) - len(taken))
+        time.sleep(0.02 if x % 2 == 0 else 0)
+        made.release()
+        return x, threading.current_thread() is threading.main_thread(), torch.get_num_threads()
+
+    for x, in_main, threads in side_by_side(work, range(9), 3):
+        assert not in_main
+        assert threads == 1
+        taken.append(x)
+    assert taken == list(range(9))
+    assert most <= 4
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_an_exception_reaches_the_caller_and_ends_the_rest(lanes):
+    begun = []
+
+    def work(x):
+        begun.append(x)
+        if x == 1:
+            raise KeyError("advantages")
+        return x
+
+    results = side_by_side(work, range(50), lanes)
+    assert next(results) == 0
+    with pytest.raises(KeyError, match="advantages"):
+        next(results)
+    assert len(begun) <= 2 + lanes
+
+
+@pytest.mark.parametrize("share", SharedPrompts)
+@pytest.mark.parametrize("limit", [None, 400, 250])
+def test_training_is_the_same(share, limit):
+    data = masked()
+    want, want_weights = trained(data, parallel_passes=ParallelPasses.off, shared_prompts=share)
+    found, weights = trained(data, MicroBatchSpec(limit), shared_prompts=share)
+    lanes = 3 if limit != 250 else 2
+    assert found.pop("n_microbatches") >= lanes > want.pop("n_microbatches")
+    assert found == pytest.approx(want, rel=1e-5)
+    torch.testing.assert_close(weights, want_weights, atol=1e-6, rtol=1e-5)
+
+
+def test_the_same_bits_whichever_pass_is_ready_first():
+    data, again = masked(), []
+
+    def late(which):
+        def loss(output, part):
+            if part.ids[0] == which:
+                time.sleep(0.05)
+            return likelihood(output, part)
+
+        return loss
+
+    for which in data.ids[:3]:
+        again.append(trained(data, loss=late(which)))
+    assert all(stats == again[0][0] and torch.equal(weights, again[0][1]) for stats, weights in again)
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [{"gradient_checkpointing": True}, {"model": {"tie_word_embeddings": True}}, {"dtype": torch.bfloat16}],
+    ids=lambda engine: next(iter(engine)),
+)
+def test_other_ways_of_training(engine):
+    data = masked()
+    want, want_weights = trained(data, parallel_passes=ParallelPasses.off, **engine)
+    found, weights = trained(data, **engine)
+    loose = {"atol": 2e-3, "rtol": 2e-2} if "dtype" in engine else {"atol": 1e-6, "rtol": 1e-5}
+    assert found["n_microbatches"] == 3
+    assert found["grad_norm"] == pytest.approx(want["grad_norm"], rel=loose["rtol"])
+    torch.testing.assert_close(weights, want_weights, **loose)
+
+
+def test_scoring_is_the_same_and_keeps_the_order():
+    data = masked()
+    threads = set()
+
+    def keep(out, part):
+        threads.add(threading.get_ident())
+        assert not torch.is_grad_enabled()
+        return part.with_tokens(logprobs=out.logprobs())
+
+    parallel, one = tiny_engine(), tiny_engine(parallel_passes=ParallelPasses.off)
+    a, b = (e.forward(data, MicroBatchSpec(), keep) for e in (parallel, one))
+    here = threading.get_ident()
+    assert here in threads  # the sequential engine runs in this thread
+    assert threads - {here}
+    torch.testing.assert_close(a["logprobs"], b["logprobs"], atol=2e-6, rtol=1e-5)
+
+
+def test_dropout_and_off_take_one_pass_after_the_other():
+    for engine in ({"dropout": 0.5}, {"parallel_passes": ParallelPasses.off}):
+        assert trained(masked(), **engine)[0]["n_microbatches"] == 1
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope", "yarn", "default"])
+def test_rotary_positions_that_every_pass_rewrites_take_one_pass_after_the_other(kind):
+    more = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8} if kind == "longrope" else {}
+    scaling = {"rope_type": kind, "factor": 2.0, "original_max_position_embeddings": 64, "rope_theta": 1e4, **more}
+    model = {"rope_parameters": scaling}
+    n = trained(masked(), model=model)[0]["n_microbatches"]
+    assert n == (1 if kind in ("dynamic", "longrope") else 3)
+
+
+def test_branches_that_listen_to_the_trunk_take_one_pass_after_the_other(tmp_path):
+    path = str(save_tiny(tmp_path / "model"))
+    policy = TransformersModel(
+        path, optimizer=STEP, trains=TopLayers(1), device="cpu", head=Causal(ValueHead(layers=1))
+    )
+    actor = policy.load("actor", seed=0)
+    ref = SharedModel("actor", Share.reference).load("ref", seed=0, loaded={"actor": actor})
+    passes = []
+
+    def keep(out, part):
+        passes.append(threading.get_ident())
+        return part.with_tokens(logprobs=out.logprobs())
+
+    for engine in (actor.engine, ref.engine):
+        engine.forward(masked(), MicroBatchSpec(), keep)
+    assert passes == [threading.get_ident()] * 2
+
+
+def test_an_interrupted_batch_leaves_no_gradient_behind():
+    data = masked()
+
+    def fails(output, part):
+        if data.ids[0] in part.ids:
+            raise KeyError("advantages")
+        return likelihood(output, part)
+
+    engine, fresh = tiny_engine(optimizer=STEP), tiny_engine(optimizer=STEP)
+    with pytest.raises(KeyError, match="advantages"):
+        engine.train_batch(data, MicroBatchSpec(), fails, weight)
+    for e in (engine, fresh):
+        e.train_batch(data, MicroBatchSpec(), likelihood, weight)
+    for a, b in zip(engine.network.parameters(), fresh.network.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_rollout_takes_one_core_for_small_products(monkeypatch):
+    engine = tiny_engine()
+    seen = []
+
+    def trunk(ids_N, positions_N, context):
+        seen.append((len(ids_N), torch.get_num_threads()))
+
+    cores = rollout_model.Cores(engine.module)
+    thrifty = cores.saved_by(trunk)
+    for rows in (1, 100_000, 5):
+        thrifty(torch.zeros(rows), torch.zeros(rows), None)
+    monkeypatch.setattr(rollout_model, "SMALL_PRODUCT", 0)
+    thrifty(torch.zeros(1), torch.zeros(1), None)
+    cores.give_back()
+    assert torch.get_num_threads() == 3
+    assert seen == [(1, 1), (100_000, 3), (5, 1), (1, 3)]
+
+
+def test_threads_are_back_after_a_rollout_that_fails():
+    engine = tiny_engine()
+    prompts = SequenceSample.from_sequences(["a"], {"prompt_ids": [[torch.tensor([3, 4])]]})
+    for p in engine.network.parameters():
+        torch.nn.init.constant_(p, float("nan"))
+    with pytest.raises(RunError):
+        engine.generate(prompts, GenerationConfig(n=2, max_new_tokens=3), seed=0)

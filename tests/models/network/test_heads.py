@@ -1,0 +1,75 @@
+"""Test the declarations of each choice of `head`. Their computation is tested in test_transformers_model and
+test_value_head."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from realign.config import ConfigError
+from realign.config.construct import build
+from realign.config.experiment import as_node
+from realign.engines import TransformersModel
+from realign.models import Causal, Head, HeadInit, Score, Value, ValueHead, ValueHidden
+
+
+@pytest.mark.parametrize(
+    ("head", "word", "outputs", "is_scalar", "replaces"),
+    [
+        (Causal(), "causal", {"logprobs"}, False, False),
+        (Causal(ValueHead()), "causal", {"logprobs", "values", "scores"}, False, False),
+        (Score(), "score", {"values", "scores"}, True, False),
+        (Score(HeadInit.normal), "score", {"values", "scores"}, True, True),
+        (Value(HeadInit.zero), "value", {"values", "scores"}, True, True),
+    ],
+)
+def test_heads_tell_what_a_model_computes(head, word, outputs, is_scalar, replaces) -> None:
+    assert (str(head), head.outputs, head.is_scalar, head.replaces) == (word, outputs, is_scalar, replaces)
+    assert TransformersModel("x", head=head).facts().outputs == outputs
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ValueHead(layers=-1), "layers=-1: must be at least 0"),
+        (lambda: ValueHead(init="keep"), r"init='keep': unknown choice \(valid: normal, zero\)"),
+        (lambda: Causal(vocabulary=0), "vocabulary=0: must be at least 1, or null"),
+        (lambda: Value(init="keep"), r"init='keep': unknown choice \(valid: normal, zero, or null\)"),
+    ],
+)
+def test_a_setting_out_of_range_is_named(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        make()
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        Causal(),
+        Causal(ValueHead(1, ValueHidden.mlp, HeadInit.normal), vocabulary=7),
+        Score(),
+        Score(HeadInit.normal),
+        Value(HeadInit.zero),
+    ],
+)
+def test_the_record_of_a_run_reads_back(head: Head) -> None:
+    model = TransformersModel("nowhere", head=head)
+    assert build(as_node(model), TransformersModel, "models.actor") == model
+
+
+@pytest.mark.parametrize(
+    ("head", "message"),
+    [
+        ({"init": "zero"}, "unknown key 'models.x.head.init': it is a setting of Score and Value, not of Causal"),
+        (
+            {"_target_": "realign.models.Value", "value_head": {}},
+            "unknown key 'models.x.head.value_head': it is a setting of Causal, not of Value",
+        ),
+    ],
+)
+def test_a_head_has_its_own_settings_only(head: dict[str, Any], message: str) -> None:
+    node = {"_target_": "realign.engines.TransformersModel", "path": "nowhere", "head": head}
+    with pytest.raises(ConfigError) as error:
+        build(node, TransformersModel, "models.x")
+    assert str(error.value) == message

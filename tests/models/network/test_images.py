@@ -1,0 +1,210 @@
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+
+from realign.api import GenerationConfig, Lengths, MicroBatchSpec
+from realign.engines import OptimizerSpec
+from realign.errors import ConfigError, DataError
+from realign.models.network.images import place
+from realign.samplers.in_process.background import StreamingEngine
+from realign.samplers.in_process.settings import InProcessSampling
+from tests.images import (
+    END,
+    IMAGE,
+    MERGE,
+    image_prompts,
+    image_sample,
+    random_images,
+    random_prompt,
+    tiny_image_engine,
+    tiny_image_model,
+)
+from tests.tiny import tiny_engine
+
+FAMILIES = ("qwen2_vl", "qwen2_5_vl")
+SIZES = [[(2, 3)], [], [(3, 3), (1, 2)], [(2, 2)]]
+"""Sizes of the images of four prompts, of which one has none and one has two."""
+RESPONSES = [[4, 2, 3], [5], [1, 6], [3, 3]]
+EXACT = {"rtol": 0, "atol": 2e-5}
+
+
+def own_inputs(model, ids, pixels, grids):
+    """Return the inputs of transformers' own forward pass."""
+    inputs = {"input_ids": ids[None], "use_cache": False}
+    if len(grids):
+        kinds = (ids[None] == IMAGE).int()
+        inputs |= {"pixel_values": pixels, "image_grid_thw": grids, "mm_token_type_ids": kinds}
+    return inputs
+
+
+def alone(model, data):
+    """Return the log-probs of each sequence in a separate pass, by transformers."""
+    owners, found = data.group_index().tolist(), []
+    pixels, grids = data.sequences("pixel_values"), data.sequences("image_grid_thw")
+    for owner, ids in zip(owners, data.sequences(), strict=True):
+        model.model.rope_deltas = None
+        logits = model(**own_inputs(model, ids, pixels[owner], grids[owner])).logits[0].log_softmax(-1)
+        found.append(torch.cat([logits.new_zeros(1), logits[:-1].gather(1, ids[1:, None])[:, 0]]))
+    return torch.cat(found)
+
+
+def scored(engine, data, **spec):
+    done = engine.forward(data, MicroBatchSpec(**spec), lambda out, part: part.with_tokens(again=out.logprobs()))
+    return done["again"]
+
+
+def negative_likelihood(out, part):
+    return -out.logprobs(where_T=part["loss_mask"]).sum(), {}
+
+
+def trained_tokens(part):
+    return part["loss_mask"].sum()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_positions_are_those_of_transformers(seed):
+    generator = np.random.default_rng(seed)
+    sizes = [tuple(generator.integers(1, 5, 2).tolist()) for _ in range(seed)]
+    ids, (_, grids) = torch.tensor(random_prompt(sizes, generator)), random_images(sizes, seed)
+    found = place(ids.numpy(), grids.numpy(), IMAGE, MERGE)
+    if not sizes:
+        assert (found.positions_3L == np.arange(len(ids))).all()
+        assert found.next == len(ids)
+        return
+    model = tiny_image_model()
+    wanted, shift = model.model.get_rope_index(ids[None], (ids[None] == IMAGE).int(), image_grid_thw=grids)
+    assert (found.positions_3L == wanted[:, 0].numpy()).all()
+    assert found.next == len(ids) + int(shift)
+    assert found.features_L[found.features_L >= 0].tolist() == list(range(sum(h * w for h, w in sizes)))
+
+
+def test_image_tokens_after_those_of_all_images_are_text():
+    ids = np.array([5, *[IMAGE] * 4, 7, IMAGE, IMAGE])
+    found = place(ids, np.array([[1, 4, 4]]), IMAGE, MERGE)
+    assert found.features_L.tolist() == [-1, 0, 1, 2, 3, -1, -1, -1]
+    assert found.positions_3L[:, -3:].tolist() == [[3, 4, 5]] * 3
+
+
+def test_a_sequence_may_contain_only_the_first_images_of_its_prompt():
+    ids = np.array([5, *[IMAGE] * 4, 7])
+    one, both = (place(ids, np.array(grids), IMAGE, MERGE) for grids in ([[1, 4, 4]], [[1, 4, 4], [1, 2, 2]]))
+    assert (one.positions_3L == both.positions_3L).all()
+    assert (one.features_L == both.features_L).all()
+
+
+def test_too_few_image_tokens_are_an_error():
+    with pytest.raises(ValueError, match="1 x 2 x 2 merged patches needs 4 consecutive image tokens"):
+        place(np.array([5, IMAGE, IMAGE, IMAGE, 7]), np.array([[1, 4, 4]]), IMAGE, MERGE)
+
+
+def test_image_tokens_right_after_an_image_are_an_error():
+    with pytest.raises(ValueError, match="images of 4 merged patches are followed by another image token"):
+        place(np.array([5, *[IMAGE] * 5, 7]), np.array([[1, 4, 4]]), IMAGE, MERGE)
+
+
+def test_the_patches_of_another_image_processor_are_rejected():
+    data = image_sample([[(2, 2)]], [[3]])
+    other = data.with_data({"pixel_values": data["pixel_values"][:, :12]}, like="pixel_values")
+    with pytest.raises(DataError, match=r"patches have 12 values, but the model needs 48\. Use the image processor"):
+        scored(tiny_image_engine(), other)
+    ids = data["input_ids"].masked_fill(data["input_ids"] == END, IMAGE)
+    with pytest.raises(DataError, match="'p0': images of 4 merged patches are followed by another image token"):
+        scored(tiny_image_engine(), data.with_tokens(input_ids=ids))
+
+
+def test_sampling_in_bfloat16_agrees_with_scoring_in_bfloat16():
+    engine, prompts = tiny_image_engine(dtype=torch.bfloat16), image_prompts(SIZES)
+    out = engine.generate(prompts, GenerationConfig(n=2, max_new_tokens=8), seed=0)
+    whole = out.merge(prompts.select(["pixel_values", "image_grid_thw"]))
+    difference = (scored(engine, whole) - out["logprobs"])[out["loss_mask"]].abs()
+    assert difference.mean() < 0.05
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("shared", ["auto", "off"])
+def test_packed_log_probs_equal_those_of_each_sequence_alone(family, shared):
+    engine, data = tiny_image_engine(family, shared_prompts=shared), image_sample(SIZES, RESPONSES)
+    with torch.no_grad():
+        wanted = alone(tiny_image_model(family, attention="eager"), data)
+    torch.testing.assert_close(scored(engine, data), wanted, **EXACT)
+
+
+def test_images_change_the_log_probs():
+    engine, data = tiny_image_engine(), image_sample(SIZES, RESPONSES)
+    other = data.with_data({"pixel_values": data["pixel_values"].flip(0)}, like="pixel_values")
+    changed = (scored(engine, data) - scored(engine, other)).abs()[data["loss_mask"]]
+    assert changed.max() > 0.01
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("budget", [None, 40])
+def test_packed_gradients_equal_those_of_each_sequence_alone(family, budget):
+    data = image_sample(SIZES, RESPONSES)
+    engine = tiny_image_engine(family, optimizer=OptimizerSpec(lr=1e-3))
+    weight = trained_tokens(data)
+    engine.accumulate(data, MicroBatchSpec(max_tokens_per_microbatch=budget), negative_likelihood, weight)
+    model = tiny_image_model(family, attention="eager")
+    (-alone(model, data)[data["loss_mask"]].sum() / weight).backward()
+    wanted = dict(model.named_parameters())
+    assert any(name.startswith("model.visual") and p.grad.abs().max() > 1e-4 for name, p in wanted.items())
+    for name, parameter in engine.module.named_parameters():
+        torch.testing.assert_close(parameter.grad, wanted[name].grad, rtol=1e-3, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("slots", [None, 2])
+def test_sampled_log_probs_equal_rescored_ones(slots):
+    engine, prompts = tiny_image_engine(sampling=InProcessSampling(max_slots=slots)), image_prompts(SIZES)
+    out = engine.generate(prompts, GenerationConfig(n=3, max_new_tokens=12, temperature=1.0), seed=0)
+    whole = out.merge(prompts.select(["pixel_values", "image_grid_thw"]))
+    assert (out["input_ids"][out["loss_mask"]] == IMAGE).any()  # sampled image tokens are text
+    torch.testing.assert_close(scored(engine, whole)[out["loss_mask"]], out["logprobs"][out["loss_mask"]], **EXACT)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_are_those_of_transformers(family):
+    prompts = image_prompts(SIZES)
+    config = GenerationConfig(max_new_tokens=8, greedy=True, fixed_length=True)
+    out = tiny_image_engine(family).generate(prompts, config, seed=0)
+    model = tiny_image_model(family, attention="eager")
+    pixels, grids = prompts.sequences("pixel_values"), prompts.sequences("image_grid_thw")
+    for i, (ids, found) in enumerate(zip(prompts.sequences("prompt_ids"), out.sequences(), strict=True)):
+        model.model.rope_deltas = None
+        inputs = {**own_inputs(model, ids, pixels[i], grids[i]), "use_cache": True}
+        wanted = model.generate(**inputs, max_new_tokens=8, min_new_tokens=8, do_sample=False)[0]
+        assert found.tolist() == wanted.tolist()
+
+
+def test_a_prompt_with_too_few_image_tokens_is_rejected():
+    prompts = image_prompts([[(2, 2)]])
+    text = prompts["prompt_ids"][prompts["prompt_ids"] != IMAGE]
+    cut = prompts.with_data({"prompt_ids": text}, lengths=Lengths.of([[len(text)]]))
+    with pytest.raises(DataError, match="'p0': the prompt has 0 image tokens, but its images have 4 merged patches"):
+        tiny_image_engine().generate(cut, GenerationConfig(max_new_tokens=2), seed=0)
+
+
+def test_a_background_sampler_recomputes_the_cache_of_prompts_with_images():
+    engine, prompts = tiny_image_engine(), image_prompts(SIZES)
+    config = GenerationConfig(n=2, max_new_tokens=40, temperature=1.0)
+    sampler = StreamingEngine("actor", engine)
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            pending = pool.submit(sampler.generate, prompts, config, seed=0)
+            sampler.sleep()
+            sampler.wake()
+            out = pending.result()
+    finally:
+        sampler.close()
+    wanted = tiny_image_engine().generate(prompts, config, seed=0)
+    assert out["input_ids"].tolist() == wanted["input_ids"].tolist()
+
+
+def test_a_model_of_another_family_rejects_images():
+    data = image_sample([[(2, 2)]], [[3]])
+    with pytest.raises(ConfigError, match="does not read images"):
+        scored(tiny_engine(), data)
+    with pytest.raises(ConfigError, match="does not read images"):
+        tiny_engine().generate(image_prompts([[(2, 2)]]), GenerationConfig(max_new_tokens=2), seed=0)

@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from realign.functional.packed import cu_seqlens_of
+from realign.models.network.attention import PackedContext
+from realign.models.network.kernels import AttentionArgs
+from realign.models.network.kv_cache import DecodeContext, KVCache, PrefillContext, bytes_per_slot
+
+MODULE = torch.nn.Identity()
+PROMPTS = (5, 1, 40)
+STEPS = 4
+
+
+def qkv(seed, tokens, query_heads, heads, size, value_size):
+    g = torch.Generator().manual_seed(seed)
+    shapes = ((query_heads, size), (heads, size), (heads, value_size))
+    return tuple(torch.randn(1, h, tokens, d, generator=g) for h, d in shapes)
+
+
+def args(window=None, softcap=None, sinks_H=None):
+    return AttentionArgs(0.3, 0.0, window, softcap, sinks_H)
+
+
+def decode_and_reference(layers, slots=4, dtype=torch.float32):
+    """Return attention outputs of prefill and `STEPS` decode steps, and of packed attention over
+    the whole sequences."""
+    total = [n + STEPS for n in PROMPTS]
+    whole = [tuple(x.to(dtype) for x in qkv(i, sum(total), *shape)) for i, (shape, _) in enumerate(layers)]
+    starts = [sum(total[:i]) for i in range(len(total))]
+    prompt_rows = torch.cat([torch.arange(s, s + n) for s, n in zip(starts, PROMPTS, strict=True)])
+    prefill = PrefillContext(cu_seqlens_of(PROMPTS), lengths=PROMPTS)
+    for i, (_, a) in enumerate(layers):
+        prefill.attend(i, MODULE, *(x[:, :, prompt_rows] for x in whole[i]), a)
+    kv = list(prefill.per_sequence(PROMPTS))
+    cache = KVCache(kv[0], slots, max(total))
+    for row, prompt in enumerate(kv):
+        cache.fill(row, row + 1, prompt)
+    want = [
+        PackedContext(cu_seqlens_of(total)).attend(0, MODULE, *x, a) for x, (_, a) in zip(whole, layers, strict=True)
+    ]
+    for step in range(STEPS):
+        positions_B = torch.tensor(PROMPTS) + step
+        rows = torch.tensor(starts) + positions_B
+        context = DecodeContext(cache, positions_B, int(positions_B.max()))
+        for i, (_, a) in enumerate(layers):
+            got = context.attend(i, MODULE, *(x[:, :, rows] for x in whole[i]), a)
+            yield got, want[i][:, rows]
+
+
+def test_layers_may_differ_in_heads_sizes_and_windows():
+    layers = [((4, 2, 8, 8), args()), ((4, 4, 6, 10), args(window=3)), ((6, 2, 8, 4), args(window=1000))]
+    for got, want in decode_and_reference(layers):
+        assert got.shape == want.shape
+        assert torch.allclose(got, want, atol=1e-6)
+
+
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize("sinks_H", [None, torch.tensor([0.5, -1.0, 2.0, 0.0])])
+@pytest.mark.parametrize("window", [None, 1, 7])
+def test_soft_caps_sinks_and_windows(softcap, sinks_H, window):
+    for got, want in decode_and_reference([((4, 2, 8, 8), args(window, softcap, sinks_H))]):
+        assert torch.allclose(got, want, atol=1e-6)
+
+
+@pytest.mark.parametrize("softcap", [None, 1.5])
+def test_half_precision_stays_close_to_packed_attention(softcap):
+    for got, want in decode_and_reference([((4, 2, 8, 8), args(softcap=softcap))], dtype=torch.bfloat16):
+        assert got.dtype == torch.bfloat16
+        assert torch.allclose(got.float(), want.float(), atol=2e-2)
+
+
+def test_move_copies_rows_and_fill_serves_a_whole_group():
+    kv = {3: (torch.randn(2, 5, 8), torch.randn(2, 5, 4))}
+    cache = KVCache(kv, slots=6, length=9)
+    cache.fill(2, 5, kv)
+    keys, values = cache[3]
+    assert keys.shape == (6, 2, 9, 8)
+    assert values.shape == (6, 2, 9, 4)
+    for row in (2, 3, 4):
+        assert torch.equal(keys[row, :, :5], kv[3][0])
+        assert torch.equal(values[row, :, :5], kv[3][1])
+    assert not keys[[0, 1, 5]].any()
+    cache.move(torch.tensor([4]), torch.tensor([0]), 3)
+    assert torch.equal(keys[0, :, :3], kv[3][0][:, :3])
+    assert not keys[0, :, 3:].any()
+
+
+def test_bytes_per_slot():
+    kv = {0: (torch.zeros(2, 1, 8), torch.zeros(2, 1, 4)), 1: (torch.zeros(1, 1, 8), torch.zeros(1, 1, 8))}
+    assert bytes_per_slot(kv, 100) == 4 * 100 * (2 * 8 + 2 * 4 + 8 + 8)
+
+
+def test_a_model_that_ignores_the_context_is_refused():
+    with pytest.raises(ValueError, match="attn_implementation='realign'"):
+        next(PrefillContext(cu_seqlens_of([2])).per_sequence([2]))

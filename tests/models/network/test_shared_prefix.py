@@ -1,0 +1,367 @@
+"""Test shared prefixes: the layout of a pass, and engines that compute a prompt once or once per response."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from realign.api import Lengths, MicroBatchSpec, SequenceSample
+from realign.api.stats import stat_values
+from realign.engines import OptimizerSpec, SharedModel, TransformersModel
+from realign.errors import ConfigError
+from realign.models import Causal, Lora, TopLayers, ValueHead
+from realign.models.network.attention import PackedContext
+from realign.models.network.passes import (
+    MIN_SAVED,
+    Layout,
+    Passes,
+    SharedPrompts,
+    common_prefixes,
+    worthwhile,
+)
+from tests import flash_stand_in
+from tests.flash_stand_in import install_flash, pretend_cuda
+from tests.tiny import FAMILIES, OTHERS, VOCAB, random_sample, save_tiny, tiny_engine
+
+RAGGED = st.lists(
+    st.tuples(st.integers(0, 4), st.lists(st.integers(0, 5), max_size=4)), max_size=5
+)  # numbers of shared tokens, and of the tokens after them
+STEP = OptimizerSpec(lr=1e-2, betas=(0.0, 0.0), eps=1.0, grad_clip=None)
+ONE = MicroBatchSpec()
+GROUPS = ((7, (6, 0, 9)), (1, (4, 5)), (5, (8,)), (12, (1, 2, 3, 2)), (2, (2, 40)))
+"""Numbers of tokens of each prompt and of its responses. The groups cover ragged groups, an empty response, a short
+prompt, a single response, and finally a group that is too small to share its prompt."""
+TOKENS = sum(prompt + n for prompt, own in GROUPS for n in own)
+SHARED = 2 * 7 + 1 + 3 * 12
+
+
+def test_a_layout_by_hand():
+    layout = Layout.of(Lengths.of([[5, 4], [3]]), np.array([2, 0]))
+    assert layout.pieces.tolist() == [2, 3, 2, 3]
+    assert layout.after.tolist() == [-1, 0, 0, -1]
+    assert layout.token_R.tolist() == [0, 1, 2, 3, 4, 7, 8, 9, 10, 11]
+    assert layout.row_T.tolist() == [0, 1, 2, 3, 4, 0, 1, 5, 6, 7, 8, 9]
+    assert layout.saved == 2
+    assert layout.position_R.tolist() == [0, 1, 2, 3, 4, 2, 3, 0, 1, 2]
+    assert layout.cu_seqlens.tolist() == [0, 2, 5, 7, 10]
+
+
+@given(RAGGED)
+@settings(deadline=None)  # the machine may be busy
+def test_a_layout_token_by_token(groups):
+    lengths = Lengths.of([[prefix + n for n in own] for prefix, own in groups])
+    layout = Layout.of(lengths, np.array([prefix for prefix, _ in groups], dtype=np.int64))
+    rows, row_of, token = [], [], 0
+    for prefix, own in groups:
+        shared = {}
+        for n in own:
+            for place in range(prefix + n):
+                key = place if place < prefix and len(own) > 1 else None
+                if key not in shared or key is None:
+                    shared[key] = len(rows)
+                    rows.append((token, place))
+                row_of.append(shared[key])
+                token += 1
+    if layout.token_R is None:
+        assert row_of == list(range(token))
+        assert layout.pieces.tolist() == lengths.flat.tolist()
+        assert layout.saved == 0
+        return
+    assert layout.token_R.tolist() == [t for t, _ in rows]
+    assert layout.row_T.tolist() == row_of
+    assert layout.saved == token - len(rows)
+    assert layout.position_R.tolist() == [place for _, place in rows]
+
+
+@given(st.lists(st.lists(st.lists(st.integers(0, 1), max_size=4), max_size=4), max_size=4))
+@settings(deadline=None)
+def test_common_prefixes(groups):
+    flat = np.array([x for group in groups for sequence in group for x in sequence], dtype=np.int64)
+    found = common_prefixes(flat, Lengths.of([[len(sequence) for sequence in group] for group in groups]))
+    for n, group in zip(found.tolist(), groups, strict=True):
+        columns = list(zip(*group, strict=False))
+        same = [len(set(column)) == 1 for column in columns]
+        assert n == (0 if len(group) < 2 else same.index(False) if False in same else len(same))
+
+
+def test_prompts_are_shared_where_it_saves_enough():
+    lengths = Lengths.of([[20, 20], [20, 20], [20] * 5, [7], []])
+    at_least = int(MIN_SAVED * 40)
+    prefix_P = np.array([at_least, at_least - 1, 3, 0, 0])
+    assert worthwhile(prefix_P, lengths).tolist() == [at_least, 0, 3, 0, 0]
+
+
+def test_different_sequences_are_left_alone():
+    passes = Passes.of(random_sample([[9, 9], [5]]), MicroBatchSpec(n_microbatches=2), share=True)
+    assert all(layout.token_R is None for _, layout in passes)
+    assert passes.saved == 0
+
+
+@pytest.mark.parametrize(("limit", "saved"), [(None, 18), (25, 18), (24, 12), (20, 12), (14, 6), (12, 0)])
+def test_rows_of_a_cut_group(limit, saved):
+    ids = torch.randint(3, 90, (30,), generator=torch.Generator().manual_seed(0))
+    data = random_sample([[12, 9, 10, 12]])
+    tokens = [torch.cat([ids[:6], torch.full((1,), i), ids[10 : 3 + n]]) for i, n in enumerate((12, 9, 10, 12))]
+    data = data.with_tokens(input_ids=[tokens])
+    passes = Passes.of(data, MicroBatchSpec(limit), share=True)
+    rows = [int(layout.pieces.sum()) for _, layout in passes]
+    assert limit is None or max(rows) <= limit
+    assert sum(rows) == 43 - passes.saved
+    assert passes.saved == saved
+
+
+def sample(groups=GROUPS, seed=0):
+    data = random_sample([[prompt + n for n in own] for prompt, own in groups], seed=seed)
+    sequences = iter(data.sequences())
+    ids, given = [], []
+    for prompt, own in groups:
+        of_group = [next(sequences).clone() for _ in own]
+        for i, sequence in enumerate(of_group):
+            sequence[:prompt] = of_group[0][:prompt]
+            if len(sequence) > prompt:
+                sequence[prompt] = 3 + i  # responses differ from their first token on
+        ids.append(of_group)
+        given.append([torch.arange(prompt + n) < prompt for n in own])
+    data = data.with_tokens(input_ids=ids, prompt_mask=given)
+    weight = torch.randn(len(data["input_ids"]), generator=torch.Generator().manual_seed(seed))
+    return data.with_tokens(loss_mask=~data["prompt_mask"], weight=weight)
+
+
+def pair(family="qwen2", **engine):
+    """Return engines with the same weights, with and without shared prompts."""
+    return [tiny_engine(family, shared_prompts=how, **engine) for how in SharedPrompts]
+
+
+def gradient(engine):
+    return torch.cat([p.grad.flatten() for p in engine.network.parameters() if p.grad is not None]).double()
+
+
+def assert_same_gradient(shared, plain, tolerance=1e-6):
+    a, b = gradient(shared), gradient(plain)
+    assert a.shape == b.shape
+    assert b.norm() > 0
+    assert float((a - b).norm() / b.norm()) < tolerance
+
+
+def outputs(engine, data, *, training=True):
+    passes = engine.network.passes(data, ONE, training=training)
+    ((part, layout),) = passes
+    return engine.network.run(part, part, layout, training=training), passes.saved
+
+
+def both(read, data, shared, plain):
+    """Return the numbers [N] that `read` computes from an output, and the gradient of their weighted sum."""
+    found = []
+    for engine in (shared, plain):
+        out, saved = outputs(engine, data)
+        assert saved == (SHARED if engine is shared else 0)
+        x = read(out)
+        (x * torch.linspace(-1, 1, x.numel()).view_as(x)).sum().backward()
+        found.append(x.detach())
+    torch.testing.assert_close(found[0], found[1], atol=1e-5, rtol=1e-5)
+    assert_same_gradient(shared, plain)
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *OTHERS])
+def test_logprobs_entropy_and_gradient(family):
+    data = sample()
+    both(lambda out: torch.stack(out.logprobs_and_entropy(temperature=0.7)), data, *pair(family, optimizer=STEP))
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "gemma2", "mixtral"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_hidden_states_logits_and_checkpointing(family, checkpointing):
+    engines = pair(family, optimizer=STEP, gradient_checkpointing=checkpointing)
+    data = sample()
+    hidden = [outputs(engine, data)[0].hidden_TH for engine in engines]
+    assert hidden[0].shape == (TOKENS, 64)
+    torch.testing.assert_close(*hidden, atol=1e-5, rtol=1e-5)
+    with engines[0]._training(), engines[1]._training():
+        both(lambda out: out.logits, data, *engines)
+
+
+@pytest.mark.parametrize("head", ["score", "value"])
+@pytest.mark.parametrize("family", ["qwen2", "gpt2"])
+def test_scalar_heads(family, head):
+    read = {"score": lambda out: out.scores(), "value": lambda out: out.values()}[head]
+    both(read, sample(), *pair(family, optimizer=STEP, model={"head": head}))
+
+
+def load(folder, how, **fields):
+    return TransformersModel(str(folder), device="cpu", shared_prompts=how, **fields).load("actor", seed=0)
+
+
+@pytest.mark.parametrize("layers", [0, 2])
+def test_value_heads_and_their_branches(tmp_path, layers):
+    folder = save_tiny(tmp_path / "m", "qwen2")
+    spec = ValueHead(layers=layers, hidden="mlp", init="normal")
+    engines = [load(folder, how, optimizer=STEP, head=Causal(spec)).engine for how in SharedPrompts]
+
+    def read(out):
+        return torch.cat([out.values(), out.scores(), out.logprobs()])
+
+    both(read, sample(), *engines)
+
+
+@pytest.mark.parametrize(("family", "trains"), [("gemma2", TopLayers(1)), ("gpt2", Lora(rank=2))])
+def test_references(tmp_path, family, trains):
+    folder = save_tiny(tmp_path / "m", family)
+    data, found = sample(), []
+
+    def keep(out, mb):
+        return mb.with_tokens(logprobs=out.logprobs())
+
+    for how in SharedPrompts:
+        model = load(folder, how, optimizer=STEP, trains=trains)
+        view = SharedModel("actor", branch="reference").load("ref", seed=0, loaded={"actor": model})
+        stats = train(model.engine, data)[0]
+        assert stats["shared_tokens"] == (SHARED if how is SharedPrompts.auto else 0)
+        found.append([engine.forward(data, ONE, keep)["logprobs"] for engine in (view.engine, model.engine)])
+    assert not torch.allclose(found[0][0], found[0][1], atol=1e-4)
+    torch.testing.assert_close(found[0], found[1], atol=2e-5, rtol=1e-5)
+
+
+def likelihood(out, mb):
+    logprobs_T, entropy_T = out.logprobs_and_entropy(where_T=mb["loss_mask"])
+    return (mb["weight"] * logprobs_T - 0.1 * entropy_T)[mb["loss_mask"]].sum(), {}
+
+
+def train(engine, data, spec=ONE):
+    stats = engine.train_batch(data, spec, likelihood, lambda d: d["loss_mask"].sum())
+    weights = torch.cat([p.detach().flatten() for p in engine.network.parameters()])
+    return stat_values(stats), weights
+
+
+@pytest.mark.parametrize("limit", [None, 70, 44, 42])
+def test_the_cut_is_invisible(limit):
+    data, rows = sample(), []
+    shared, plain = pair(optimizer=STEP)
+    shared.module.base_model.register_forward_pre_hook(
+        lambda module, args, keywords: rows.append(keywords["input_ids"].shape[1]), with_kwargs=True
+    )
+    stats, weights = train(shared, data, MicroBatchSpec(limit))
+    want, plain_weights = train(plain, data)
+    torch.testing.assert_close(weights, plain_weights, atol=1e-6, rtol=1e-5)
+    assert stats["loss"] == pytest.approx(want["loss"], rel=1e-5)
+    assert stats["grad_norm"] == pytest.approx(want["grad_norm"], rel=1e-5)
+    assert stats["tokens"] == want["tokens"] == TOKENS
+    assert sum(rows) == TOKENS - stats["shared_tokens"]
+    assert limit is None or max(rows) <= limit
+    assert (stats["n_microbatches"] > 1) == (limit is not None)
+    assert stats["shared_tokens"] == SHARED
+
+    def keep(out, mb):
+        return mb.with_tokens(logprobs=out.logprobs())
+
+    scored = [e.forward(data, spec, keep)["logprobs"] for e, spec in ((shared, MicroBatchSpec(limit)), (plain, ONE))]
+    torch.testing.assert_close(*scored, atol=2e-5, rtol=1e-5)
+
+
+def test_a_budget_that_cuts_a_group():
+    data = sample([(10, (5, 5, 5, 5, 5, 5))])
+    shared, plain = pair(optimizer=STEP)
+    stats, weights = train(shared, data, MicroBatchSpec(25))
+    assert stats["n_microbatches"] == 2
+    assert stats["shared_tokens"] == 4 * 10
+    assert train(plain, data, MicroBatchSpec(25))[0]["n_microbatches"] == 6
+    want = train(tiny_engine(optimizer=STEP, shared_prompts=SharedPrompts.off), data)[1]
+    torch.testing.assert_close(weights, want, atol=1e-6, rtol=1e-5)
+
+
+def test_trap_b1_training_sees_the_scored_logprobs_exactly():
+    data, engine = sample(), tiny_engine(optimizer=STEP)
+    scored = engine.forward(data, ONE, lambda out, mb: mb.with_tokens(logprobs=out.logprobs()))["logprobs"]
+    out, saved = outputs(engine, data)
+    assert saved
+    assert torch.equal(out.logprobs().detach(), scored)
+
+
+def test_batches_without_groups_are_untouched():
+    data = random_sample([[9, 9], [5], [7, 3]])
+    found = [outputs(engine, data)[0] for engine in pair()]
+    assert found[0].row_T is None
+    assert torch.equal(found[0].hidden_TH, found[1].hidden_TH)
+
+
+def test_dropout_shares_nothing_in_training():
+    engine = tiny_engine("gpt2", optimizer=STEP, dropout=0.1)
+    assert train(engine, sample())[0]["shared_tokens"] == 0
+    assert outputs(engine, sample(), training=False)[1] == SHARED
+
+
+def test_bfloat16():
+    shared, plain = pair("qwen3", dtype=torch.bfloat16)
+    found = [outputs(engine, sample())[0].logprobs() for engine in (shared, plain)]
+    assert (found[0] - found[1]).abs().median() < 2e-2
+
+
+@pytest.mark.parametrize("name", ["flash_attn", "flash_attn_interface"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
+def test_prompts_are_shared_through_a_kernel_of_an_accelerator(monkeypatch, name, family):
+    plain = tiny_engine(family, optimizer=STEP, dtype=torch.bfloat16, shared_prompts=SharedPrompts.off)
+    want, want_weights = train(plain, sample())
+    calls = install_flash(monkeypatch, name)
+    pretend_cuda(monkeypatch)
+    shared = tiny_engine(family, optimizer=STEP, dtype=torch.bfloat16)
+    calls.clear()
+    stats, weights = train(shared, sample())
+    assert stats["shared_tokens"] == SHARED
+    assert calls
+    assert all(call["max_seqlen_k"] >= call["max_seqlen_q"] for call in calls)
+    assert all(len(call["k"]) > len(call["q"]) for call in calls)
+    assert stats["loss"] == pytest.approx(want["loss"], rel=2e-2)
+    assert stats["grad_norm"] == pytest.approx(want["grad_norm"], rel=5e-2)
+    torch.testing.assert_close(weights, want_weights, atol=5e-3, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_accelerator_shares_prompts_if_its_kernel_can(monkeypatch, caplog, dtype):
+    network = tiny_engine("llama", dtype=dtype).network
+    autocast = network.autocast if dtype == torch.bfloat16 else None
+    assert network._can_share(network.module, autocast)
+    monkeypatch.setattr(PackedContext, "_after", property(lambda self: [-1] * len(self._lengths)))
+    assert not network._can_share(network.module, autocast)
+    assert "models.actor: prompts are not shared. model family 'llama' cannot share prompts: hidden st" in caplog.text
+
+
+def test_a_kernel_that_aligns_queries_with_the_first_keys_shares_nothing(monkeypatch, caplog):
+    def first_keys(q, k, v, cu_q, cu_k, scale, window, softcap):
+        parts = [k[a:b] for a, b in zip(cu_k.tolist(), cu_k.tolist()[1:], strict=False)]
+        values = [v[a:b] for a, b in zip(cu_k.tolist(), cu_k.tolist()[1:], strict=False)]
+        counts = cu_q.diff().tolist()
+        cut = [torch.cat([x[:n] for x, n in zip(given, counts, strict=True)]) for given in (parts, values)]
+        return varlen(q, *cut, cu_q, cu_q, scale, window, softcap)
+
+    varlen = flash_stand_in.varlen
+    monkeypatch.setattr(flash_stand_in, "varlen", first_keys)
+    install_flash(monkeypatch, "flash_attn")
+    pretend_cuda(monkeypatch)
+    network = tiny_engine("llama", dtype=torch.bfloat16).network
+    assert not network._can_share(network.module, network.autocast)
+    assert "cannot share prompts in bfloat16: hidden states differ by" in caplog.text
+
+
+def test_responses_do_not_see_each_other():
+    data, engine = sample(), tiny_engine("gemma2")
+    last = data.sequences()[2]
+    changed = data["input_ids"].clone()
+    start = int(data.cu_seqlens()[2])
+    changed[start + 8 : start + len(last)] = torch.randint(
+        3, VOCAB, (len(last) - 8,), generator=torch.Generator().manual_seed(5)
+    )
+    other = SequenceSample(data.ids, {**data.data, "input_ids": changed}, data.lengths)
+    with torch.no_grad():
+        before, after = (outputs(engine, x)[0].hidden_TH for x in (data, other))
+    assert torch.equal(before[: start + 8], after[: start + 8])
+    assert torch.equal(before[start + 16 :], after[start + 16 :])
+    assert not torch.allclose(before[start + 8 : start + 16], after[start + 8 : start + 16])
+
+
+def test_the_probe_refuses_shared_keys_that_are_lost(monkeypatch):
+    monkeypatch.setattr("realign.models.network.attention._joined", lambda pieces, before, own: pieces[own])
+    with pytest.raises(ConfigError, match=r"'llama' cannot share prompts: .* Set shared_prompts=off"):
+        tiny_engine("llama")
+    assert tiny_engine("llama", shared_prompts=SharedPrompts.off)

@@ -1,0 +1,311 @@
+"""Test the declarations of each choice of `trains`. Training is tested in test_lora, test_shared_model and
+test_transformers_model.
+
+
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from realign.api import GenerationConfig, MicroBatchSpec, SequenceSample
+from realign.config.construct import build
+from realign.config.experiment import as_node
+from realign.engines import OptimizerSpec, TransformersModel
+from realign.errors import ConfigError
+from realign.models import All, Causal, Lora, Score, TopLayers, Trained, ValueHead
+from tests.encoder_decoders import save_pair
+from tests.tiny import random_sample, save_tiny
+
+MODEL = {"_target_": "realign.engines.TransformersModel", "path": "nowhere", "optimizer": {"lr": 0.1}}
+
+
+@pytest.mark.parametrize(
+    ("choice", "fields", "message"),
+    [
+        (TopLayers, {"layers": 0}, "layers=0: must be at least 1"),
+        (Lora, {"rank": 0}, "rank=0: must be at least 1"),
+        (Lora, {"alpha": 0}, "alpha=0: must be at least 1"),
+        (Lora, {"dropout": 1.0}, "dropout=1.0: must be at least 0 and below 1"),
+        (Lora, {"target_modules": []}, r"target_modules=\[\]: must be all-linear or names of layers"),
+    ],
+)
+def test_a_setting_out_of_range_is_named(choice: type[Trained], fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        choice(**fields)
+
+
+@pytest.mark.parametrize(
+    ("choice", "word", "keeps_start", "only_adds"),
+    [(All(), "all", False, False), (TopLayers(2), "top_layers", True, False), (Lora(), "lora", True, True)],
+)
+def test_choices_tell_which_weights_stay_as_they_were_loaded(choice, word, keeps_start, only_adds) -> None:
+    assert (str(choice), choice.keeps_start, choice.only_adds) == (word, keeps_start, only_adds)
+
+
+@pytest.mark.parametrize("trains", [All(), TopLayers(2), Lora(rank=4, target_modules=["q_proj"], dropout=0.5)])
+def test_the_record_of_a_run_reads_back(trains: Trained) -> None:
+    model = TransformersModel("nowhere", optimizer=OptimizerSpec(lr=0.1), trains=trains)
+    assert build(as_node(model), TransformersModel, "models.actor") == model
+
+
+@pytest.mark.parametrize(
+    ("trains", "message"),
+    [
+        ({"layers": 2}, "unknown key 'models.actor.trains.layers': it is a setting of TopLayers, not of All"),
+        (
+            {"_target_": "realign.models.TopLayers", "layers": 2, "rank": 4},
+            "unknown key 'models.actor.trains.rank': it is a setting of Lora, not of TopLayers",
+        ),
+        (
+            {"_target_": "realign.models.TopLayers"},
+            "models.actor.trains.layers is missing: give it a value (int)",
+        ),
+        (
+            {"_target_": "realign.models.Trained"},
+            "models.actor.trains._target_: Trained is a base class (All, Lora, TopLayers of realign.models would fit)",
+        ),
+        (
+            {"_target_": "realign.models.Score"},
+            "models.actor.trains._target_: Score is not a Trained (All, Lora, TopLayers of realign.models would fit)",
+        ),
+    ],
+)
+def test_a_choice_has_its_own_settings_only(trains: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        build({**MODEL, "trains": trains}, TransformersModel, "models.actor")
+    assert str(error.value).startswith(message)
+
+
+ONE = MicroBatchSpec()
+STEP = OptimizerSpec(lr=1e-2, grad_clip=None)
+LENGTHS = ((9, 4, 6), (12,), (3, 5))
+
+
+def load(folder, lora=None, **fields):
+    spec = TransformersModel(str(folder), device="cpu", optimizer=STEP, trains=lora or Lora(rank=4), **fields)
+    return spec.load("actor", seed=0).engine
+
+
+def logprobs(engine, data):
+    return engine.forward(data, ONE, lambda out, mb: mb.with_tokens(logprobs=out.logprobs()))["logprobs"]
+
+
+def train(engine, data, steps=3):
+    for _ in range(steps):
+        engine.train_batch(data, ONE, lambda out, mb: (out.logprobs().sum(), {}), lambda d: d["loss_mask"].sum())
+
+
+def plain_logprobs(module, data):
+    parts = []
+    for ids in data.sequences():
+        logp = module(input_ids=ids[None], use_cache=False).logits[0].log_softmax(-1).detach()
+        parts.append(torch.cat([torch.zeros(1), logp[torch.arange(len(ids) - 1), ids[1:]]]))
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize(
+    ("family", "config"), [("llama", {"tie_word_embeddings": True}), ("gpt2", {}), ("qwen3_moe", {})]
+)
+def test_the_base_stays_and_the_saved_folder_is_the_trained_model(tmp_path, family, config):
+    folder = save_tiny(tmp_path / "m", family, **config)
+    engine, data = load(folder), random_sample(LENGTHS)
+    base = {n.replace(".base_layer", ""): p for n, p in engine.module.named_parameters() if "lora_" not in n}
+    start = {name: p.detach().clone() for name, p in base.items()}
+    train(engine, data)
+    assert all(torch.equal(p, start[name]) for name, p in base.items())
+    assert not any(p.requires_grad for p in base.values())
+    engine.save(tmp_path / "out")
+    engine.save(tmp_path / "out")
+    assert all(torch.equal(p, start[name]) for name, p in base.items())  # weights are not merged in place
+    merged, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    want = logprobs(engine, data)
+    torch.testing.assert_close(plain_logprobs(merged.eval(), data), want, atol=1e-5, rtol=1e-5)
+    original = AutoModelForCausalLM.from_pretrained(folder).eval()
+    assert (plain_logprobs(original, data) - want).abs().max() > 1e-2
+    moved = {n for n, p in merged.named_parameters() if not torch.equal(p, dict(original.named_parameters())[n])}
+    assert all(p.ndim > 1 for n, p in merged.named_parameters() if n in moved)
+    assert family != "qwen3_moe" or any("experts" in n for n in moved)
+    assert not any("emb" in n or "wte" in n or "lm_head" in n for n in moved)
+    again = TransformersModel(str(tmp_path / "out")).load("actor", seed=0).engine
+    torch.testing.assert_close(logprobs(again, data), want, atol=1e-5, rtol=1e-5)
+
+
+def test_adapters_compute_what_the_paper_says(tmp_path):
+    engine = load(save_tiny(tmp_path / "m", "llama"), Lora(rank=2, alpha=6, target_modules=["q_proj"]))
+    data = random_sample(LENGTHS)
+    train(engine, data, 2)
+    layer = engine.module.model.layers[1].self_attn.q_proj
+    a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+    assert (a.shape, b.shape) == ((2, 64), (64, 2))
+    assert not hasattr(engine.module.model.layers[1].self_attn.k_proj, "lora_A")
+    engine.save(tmp_path / "out")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out").model.layers[1].self_attn.q_proj.weight
+    torch.testing.assert_close(merged, layer.base_layer.weight + 3 * b @ a, atol=1e-6, rtol=1e-6)
+    assert b.any()
+
+
+def test_adapters_start_from_the_seed_and_change_nothing(tmp_path):
+    folder = save_tiny(tmp_path / "m")
+    state = torch.get_rng_state()
+    one, two = load(folder), load(folder)
+    assert torch.equal(torch.get_rng_state(), state)
+    data = random_sample(LENGTHS)
+    plain = TransformersModel(str(folder)).load("ref", seed=0).engine
+    assert torch.equal(logprobs(one, data), logprobs(plain, data))
+    trained = [[p for p in e.module.parameters() if p.requires_grad] for e in (one, two)]
+    assert trained[0]
+    for p, q in zip(*trained, strict=True):
+        assert torch.equal(p, q)
+
+
+def test_adapters_alone_are_a_folder_of_peft(tmp_path):
+    folder = save_tiny(tmp_path / "m")
+    engine, data = load(folder, Lora(rank=4, merge_on_save=False)), random_sample(LENGTHS)
+    train(engine, data)
+    engine.save(tmp_path / "out")
+    assert not list((tmp_path / "out").glob("model*.safetensors"))
+    config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (4, 32, str(folder))
+    adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), tmp_path / "out")
+    torch.testing.assert_close(plain_logprobs(adapted.eval(), data), logprobs(engine, data), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_adapters_of_a_reward_model_are_saved_alone_with_its_head(tmp_path, family):
+    folder = save_tiny(tmp_path / "m", family, head="score")
+    engine, data = load(folder, Lora(rank=4, merge_on_save=False), head=Score()), random_sample(((9,), (4,)))
+    engine.train_batch(data, ONE, lambda out, mb: (out.scores().square().sum(), {}), lambda d: torch.tensor(1.0))
+    engine.save(tmp_path / "out")
+    base = AutoModelForSequenceClassification.from_pretrained(folder)
+    start = base.score.weight.detach().clone()
+    adapted = PeftModel.from_pretrained(base, tmp_path / "out").eval()
+    assert not torch.equal(engine.head.weight_1H, start)
+    scores = engine.forward(data, ONE, lambda out, mb: mb.with_sequences(scores=out.scores()))["scores"]
+    base.config.pad_token_id = 0
+    found = torch.cat([adapted(input_ids=ids[None]).logits[0].detach() for ids in data.sequences()])
+    torch.testing.assert_close(found, scores, atol=1e-5, rtol=1e-5)
+
+
+def test_a_reward_model_trains_adapters_and_its_head(tmp_path):
+    engine, data = load(save_tiny(tmp_path / "m", "llama", head="score"), head=Score()), random_sample(LENGTHS)
+    before = engine.head.weight_1H.detach().clone()
+    engine.train_batch(data, ONE, lambda out, mb: (out.scores().square().sum(), {}), lambda d: torch.tensor(1.0))
+    assert not torch.equal(engine.head.weight_1H, before)
+    engine.save(tmp_path / "out")
+    again = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
+    assert torch.equal(again.score.weight, engine.head.weight_1H)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_model_with_adapters_answers(tmp_path, dtype):
+    engine = load(save_tiny(tmp_path / "m"), head=Causal(ValueHead(1)), dtype=dtype, gradient_checkpointing=True)
+    data = random_sample(LENGTHS)
+    train(engine, data)
+    prompts = SequenceSample.from_sequences(["a", "b"], {"prompt_ids": [[[5, 6, 7]], [[8, 9]]]})
+    answered = engine.generate(prompts, GenerationConfig(n=2, max_new_tokens=6, fixed_length=True), seed=1)
+    mask_T = answered["loss_mask"]
+    scored = logprobs(engine, answered)[mask_T]
+    limit = 1e-5 if dtype == "float32" else 5e-2
+    torch.testing.assert_close(scored, answered["logprobs"][mask_T], atol=limit, rtol=limit)
+
+
+def test_checkpointing_trains_the_same_adapters(tmp_path):
+    folder, data, results = save_tiny(tmp_path / "m"), random_sample(LENGTHS), []
+    for checkpointing in (False, True):
+        engine = load(folder, gradient_checkpointing=checkpointing)
+        before = logprobs(engine, data)
+        train(engine, data, 2)
+        results.append(logprobs(engine, data))
+    assert not torch.allclose(results[0], before, atol=1e-4)
+    torch.testing.assert_close(results[1], results[0], atol=1e-6, rtol=0)
+
+
+def test_a_model_with_adapters_continues_exactly(tmp_path):
+    folder, data = save_tiny(tmp_path / "m"), random_sample(LENGTHS)
+    whole, first, second = load(folder), load(folder), load(folder)
+    train(whole, data, 3)
+    train(first, data, 2)
+    second.load_state_dict(first.state_dict())
+    train(second, data, 1)
+    assert torch.equal(logprobs(second, data), logprobs(whole, data))
+
+
+@pytest.mark.parametrize("model_dropout", [0.0, 0.5])
+def test_dropout_of_adapters_is_applied_in_training_only(tmp_path, model_dropout):
+    folder, data = save_tiny(tmp_path / "m"), random_sample(LENGTHS)
+    plain, dropping = load(folder), load(folder, Lora(rank=4, dropout=0.5), dropout=model_dropout)
+    assert torch.equal(logprobs(plain, data), logprobs(dropping, data))
+    for engine in (plain, dropping):
+        train(engine, data, 3)
+    assert not torch.equal(logprobs(plain, data), logprobs(dropping, data))
+    assert torch.equal(logprobs(dropping, data), logprobs(dropping, data))
+
+
+def test_dropout_of_adapters_leaves_the_dropout_of_the_model_off(tmp_path):
+    rates = {"resid_pdrop": 0.5, "embd_pdrop": 0.5, "attn_pdrop": 0.5}
+    engine = load(save_tiny(tmp_path / "m", "gpt2", **rates), Lora(rank=4, dropout=0.5))
+    dropouts = {name: layer for name, layer in engine.module.named_modules() if isinstance(layer, torch.nn.Dropout)}
+    with engine._training():
+        active = {name for name, layer in dropouts.items() if layer.training}
+    assert active == {name for name in dropouts if ".lora_dropout." in name} != set()
+    assert not any(layer.training for layer in dropouts.values())
+    seeds = []
+    for _ in range(2):
+        seeds.append(engine.dropout_seed())
+        train(engine, random_sample(LENGTHS), 1)
+    assert seeds[0] != seeds[1]
+
+
+def test_bad_adapters_are_refused(tmp_path, monkeypatch):
+    folder = save_tiny(tmp_path / "m", "llama")
+    with pytest.raises(ConfigError, match=r"models\.actor\.trains: .*c_attn"):
+        load(folder, Lora(target_modules=["c_attn"]))
+    with pytest.raises(ConfigError, match=r"target_modules=\['lm_head'\]: LoRA cannot adapt the head"):
+        load(folder, Lora(target_modules=["lm_head"]))
+    with pytest.raises(ConfigError, match="LoRA cannot adapt the embeddings"):
+        load(folder, Lora(target_modules=["embed_tokens"]))
+    tied = save_tiny(tmp_path / "tied", "llama", tie_word_embeddings=True)
+    for layer in ("lm_head", "embed_tokens"):
+        with pytest.raises(ConfigError, match="LoRA cannot adapt the embeddings and head"):
+            load(tied, Lora(target_modules=["q_proj", layer]))
+    with pytest.raises(ConfigError, match="LoRA cannot adapt the embeddings"):  # those of the encoder are the same
+        load(save_pair("t5", tmp_path / "t5"), Lora(target_modules=["embed_tokens"]))
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(
+        ConfigError, match=r"models\.actor\.trains=lora: peft is not installed. Run pip install 'realign-rl\[peft\]'"
+    ):
+        load(folder)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_base_model_and_adapter_that_are_saved_apart_are_the_trained_model(tmp_path, tied):
+    """Also with merge_on_save, for servers that get adapters alone."""
+    folder = save_tiny(tmp_path / "m", "llama", tie_word_embeddings=tied)
+    engine, data = load(folder, Lora(rank=3, merge_on_save=True)), random_sample(LENGTHS)
+    train(engine, data)
+    assert engine.adapter_rank == 3
+    engine.save_base(tmp_path / "base")
+    engine.save_adapter(tmp_path / "adapter")
+    base, info = AutoModelForCausalLM.from_pretrained(tmp_path / "base", output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    start = AutoModelForCausalLM.from_pretrained(folder)
+    assert all(torch.equal(x, start.state_dict()[name]) for name, x in base.state_dict().items())
+    adapted = PeftModel.from_pretrained(base, tmp_path / "adapter")
+    torch.testing.assert_close(plain_logprobs(adapted, data), logprobs(engine, data), atol=1e-5, rtol=1e-5)
+    assert {path.name for path in (tmp_path / "adapter").glob("*.safetensors")} == {"adapter_model.safetensors"}
+
+
+def test_an_engine_without_adapters_has_no_adapter_rank(tmp_path):
+    spec = TransformersModel(str(save_tiny(tmp_path)), device="cpu", optimizer=STEP)
+    assert spec.load("actor", seed=0).engine.adapter_rank is None

@@ -1,0 +1,161 @@
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+
+from realign.api import GenerationConfig, MicroBatchSpec, SequenceSample
+from realign.engines import OptimizerSpec
+from realign.engines.training.transformers_engine import TransformersEngine
+from realign.errors import ConfigError
+from realign.models.network.passes import similar_lengths
+from realign.models.network.unpacked import OwnCache, UnpackedModel
+from realign.samplers.in_process.settings import InProcessSampling
+from tests.families import family_model
+from tests.tiny import VOCAB, engine_over, random_sample, tiny_model, tiny_tokenizer
+
+FAMILIES = ("bloom", "falcon", "rwkv", "diffllama")
+"""alibi; attention classes that cannot be replaced; a recurrence; several attention calls per layer."""
+LENGTHS = (7, 1, 12, 0, 11, 12)
+
+
+def engine_of(family, **settings):
+    return engine_over(family_model(family), **settings)
+
+
+def alone(family):
+    return family_model(family, attention="eager")
+
+
+def random_ids(count, seed=0):
+    return torch.randint(3, VOCAB, (count,), generator=torch.Generator().manual_seed(seed))
+
+
+def own_logits(model, ids):
+    return model(input_ids=ids[None], use_cache=False).logits[0]
+
+
+def scored(engine, data, **spec):
+    spec = MicroBatchSpec(**spec)
+    return engine.forward(data, spec, lambda out, part: part.with_tokens(again=out.logprobs()))["again"]
+
+
+def negative_likelihood(out, part):
+    return -out.logprobs().sum(), {}
+
+
+def one_per_token(part):
+    return torch.tensor(float(len(part["input_ids"])))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_log_probs_equal_those_of_each_sequence_alone(family):
+    engine, data = engine_of(family), random_sample([LENGTHS[:3], LENGTHS[3:]])
+    assert engine.network.unpacked is not None
+    model, want = alone(family), []
+    with torch.no_grad():
+        for ids in data.sequences():
+            if len(ids):
+                logprobs = own_logits(model, ids).log_softmax(-1)[:-1].gather(1, ids[1:, None])[:, 0]
+                want.append(torch.cat([torch.zeros(1), logprobs]))
+    torch.testing.assert_close(scored(engine, data), torch.cat(want), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_equal_those_of_each_sequence_alone(family):
+    data = random_sample([LENGTHS[:3], LENGTHS[3:]])
+    model, loss = alone(family), torch.zeros(())
+    for ids in data.sequences():
+        if len(ids):
+            loss = loss - own_logits(model, ids).log_softmax(-1)[:-1].gather(1, ids[1:, None]).sum()
+    (loss / len(data["input_ids"])).backward()
+    engine = engine_of(family, optimizer=OptimizerSpec(lr=0.0))
+    spec = MicroBatchSpec(max_tokens_per_microbatch=20)
+    engine.accumulate(data, spec, negative_likelihood, one_per_token(data))
+    scale = max(p.grad.abs().max().item() for p in model.parameters() if p.grad is not None)
+    for (name, want), got in zip(model.named_parameters(), engine.module.parameters(), strict=True):
+        if want.grad is not None:
+            torch.testing.assert_close(got.grad, want.grad, atol=1e-5 * scale, rtol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_results_do_not_depend_on_micro_batches(family):
+    engine, data = engine_of(family), random_sample([LENGTHS[:3], LENGTHS[3:]])
+    whole, cut = scored(engine, data), scored(engine, data, max_tokens_per_microbatch=13)
+    torch.testing.assert_close(cut, whole, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_equal_those_of_transformers_and_log_probs_those_of_scoring(family):
+    engine, model = engine_of(family, sampling=InProcessSampling(max_slots=4)), alone(family)
+    prompts = [random_ids(n, seed=n) for n in (5, 9, 1)]
+    data = SequenceSample.from_sequences(["a", "b", "c"], {"prompt_ids": [[p] for p in prompts]})
+    config = GenerationConfig(n=3, max_new_tokens=6, greedy=True, stop_token_ids=[])
+    out = engine.generate(data, config, seed=0)
+    for s, ids in enumerate(out.sequences()):
+        prompt = prompts[s // 3][None]
+        want = model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=6,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        assert ids.tolist() == want[0].tolist()
+    mask = out["loss_mask"]
+    torch.testing.assert_close(scored(engine, out)[mask], out["logprobs"][mask], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["bloom", "rwkv"])
+def test_sampled_log_probs_equal_those_of_scoring_when_responses_end_at_different_times(family):
+    engine = engine_of(family, sampling=InProcessSampling(max_slots=5))
+    data = SequenceSample.from_sequences(["a", "b", "c"], {"prompt_ids": [[random_ids(n, seed=n)] for n in (4, 8, 2)]})
+    config = GenerationConfig(n=4, max_new_tokens=12, stop_token_ids=list(range(3, 20)))
+    out = engine.generate(data, config, seed=3)
+    assert len(set(out.lengths["input_ids"].flat.tolist())) > 3
+    mask = out["loss_mask"]
+    torch.testing.assert_close(scored(engine, out)[mask], out["logprobs"][mask], atol=1e-5, rtol=1e-5)
+
+
+def test_a_family_whose_cache_is_not_exact_recomputes_each_text():
+    assert engine_of("bloom").network.own_cache.cached
+    assert not engine_of("rwkv").network.own_cache.cached
+
+
+def test_the_warning_names_the_family_and_what_it_costs(caplog):
+    with caplog.at_level(logging.WARNING):
+        engine = engine_of("bloom")
+    (message,) = [r.getMessage() for r in caplog.records if "unpacked" in r.getMessage()]
+    assert "models.actor: model family 'bloom' cannot run packed" in message
+    assert "slower" in message
+    assert engine.capabilities().size.endswith("on cpu, unpacked")
+
+
+def test_a_model_that_sees_later_tokens_is_rejected():
+    with pytest.raises(ConfigError, match="'bert' is not supported: it is not causal"):
+        engine_of("bert")
+
+
+def test_branches_require_a_packed_model():
+    engine = engine_of("bloom")
+    with pytest.raises(ConfigError, match="branch=reference requires a model that can run packed"):
+        engine.reference()
+
+
+def test_batches_have_sequences_of_similar_length():
+    assert list(similar_lengths([3, 12, 0, 10, 9, 8])) == [[1, 3, 4], [5], [0]]
+    assert list(similar_lengths([3, 12, 0, 3], 1)) == [[1], [0, 3]]
+    assert list(similar_lengths([0, 0])) == []
+
+
+def test_unpacked_hidden_states_equal_packed_ones():
+    model = tiny_model("llama")
+    data = random_sample([LENGTHS])
+    packed = TransformersEngine("actor", tiny_model("llama"), tiny_tokenizer(), seed=0)
+    want = packed.network.run(data, data).hidden_TH
+    got = UnpackedModel(model, "a reason").hidden(data["input_ids"], np.array(LENGTHS))
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+    assert OwnCache(model).cached

@@ -1,0 +1,286 @@
+"""Test the record files of a run, and how a resumed run continues them."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import io
+import json
+import math
+import os
+import shutil
+import warnings
+from pathlib import Path
+
+import pytest
+
+from realign.errors import ConfigError
+from realign.records.checkpoint.folder import list_checkpoints
+from realign.records.metrics import records as json_lines
+from realign.records.metrics.records import JsonLinesWriter
+from realign.runtime import CheckpointSpec, run
+from tests.disk import OTHERS
+from tests.toys import experiment
+
+
+def test_lines_are_json_and_written_at_once(tmp_path):
+    path = tmp_path / "m.jsonl"
+    lines = JsonLinesWriter(path)
+    lines.log(1, {"a": 1.5, "b": math.nan})
+    record = json.loads(path.read_text())  # before close, so a killed run keeps its metrics
+    assert record.pop("seconds") >= 0
+    assert record == {"step": 1, "a": 1.5, "b": None}
+    lines.close()
+
+
+@pytest.fixture
+def full(monkeypatch):
+    """Simulate a disk with `room` more bytes. `room` is a list of one number; None means unlimited."""
+    room: list[int | None] = [None]
+
+    class Disk(io.FileIO):
+        def write(self, data):
+            if room[0] is None:
+                return super().write(data)
+            if room[0] == 0:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            written = super().write(bytes(data)[: room[0]])
+            room[0] -= written
+            return written
+
+    plain = os.fdopen
+
+    def opened(number, mode="r", *arguments, **more):
+        return Disk(number, mode) if mode == "ab" else plain(number, mode, *arguments, **more)
+
+    monkeypatch.setattr(os, "fdopen", opened)
+    return room
+
+
+def test_a_full_disk_ends_no_run_tears_no_line_and_loses_none_once_there_is_space(tmp_path, full):
+    lines = JsonLinesWriter(tmp_path / "m.jsonl")
+    lines.write({"step": 1})
+    full[0] = 5  # half a line
+    with pytest.warns(UserWarning, match=r"m\.jsonl cannot be written after byte 12 \(No space left on device\)"):
+        lines.write({"step": 2})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # warned only once
+        full[0] = 3
+        lines.write({"step": 3})
+    assert (tmp_path / "m.jsonl").read_text() == '{"step": 1}\n'
+    assert lines.size == len('{"step": 1}\n')
+    full[0] = None
+    with pytest.warns(UserWarning, match=r"can be written again\. No line is missing"):
+        lines.write({"step": 4})
+    lines.close()
+    assert [json.loads(line)["step"] for line in (tmp_path / "m.jsonl").read_text().splitlines()] == [1, 2, 3, 4]
+
+
+def test_lines_that_wait_are_written_when_a_checkpoint_asks_for_the_size(tmp_path, full):
+    lines = JsonLinesWriter(tmp_path / "m.jsonl")
+    full[0] = 0
+    with pytest.warns(UserWarning, match="cannot be written"):
+        lines.write({"step": 1})
+    assert lines.sync() == 0
+    full[0] = None
+    with pytest.warns(UserWarning, match="can be written again"):
+        assert lines.sync() == len('{"step": 1}\n')
+    assert (tmp_path / "m.jsonl").read_text() == '{"step": 1}\n'
+    lines.close()
+
+
+def test_lines_that_never_found_space_are_counted_at_the_end(tmp_path, full, monkeypatch):
+    monkeypatch.setattr(json_lines, "_MOST_WAITING", 2)
+    lines = JsonLinesWriter(tmp_path / "m.jsonl")
+    full[0] = 0
+    with pytest.warns(UserWarning, match=r"cannot be written"):
+        lines.write({"step": 0})
+    for step in range(1, 5):
+        lines.write({"step": step})
+    with pytest.warns(UserWarning, match=r"m\.jsonl: 5 lines could not be written\. They are lost"):
+        lines.close()
+    assert (tmp_path / "m.jsonl").read_bytes() == b""
+
+
+def test_a_torn_line_that_could_not_be_taken_back_at_once_is_taken_back_later(tmp_path, full, monkeypatch):
+    lines = JsonLinesWriter(tmp_path / "m.jsonl")
+    lines.write({"step": 1})
+    full[0] = 5
+    with monkeypatch.context() as patch:
+        patch.setattr(type(lines._file), "truncate", lambda self, size: (_ for _ in ()).throw(OSError("busy")))
+        with pytest.warns(UserWarning, match="cannot be written"):
+            lines.write({"step": 2})
+    assert (tmp_path / "m.jsonl").read_text() == '{"step": 1}\n{"ste'
+    assert lines.size == len('{"step": 1}\n')
+    full[0] = None
+    with pytest.warns(UserWarning, match="can be written again"):
+        lines.write({"step": 3})
+    lines.close()
+    assert [json.loads(line)["step"] for line in (tmp_path / "m.jsonl").read_text().splitlines()] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("how", ["removed", "moved"])
+def test_a_file_that_vanishes_is_begun_anew_at_its_path(tmp_path, how):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    lines = JsonLinesWriter(folder / "m.jsonl")
+    lines.write({"step": 1})
+    if how == "moved":
+        folder.rename(tmp_path / "elsewhere")
+    else:
+        shutil.rmtree(folder)
+    with pytest.warns(UserWarning, match=r"m\.jsonl was removed or moved during the run\. A new file starts"):
+        lines.write({"step": 2})
+    lines.write({"step": 3})
+    lines.close()
+    assert (folder / "m.jsonl").read_text() == '{"step": 2}\n{"step": 3}\n'
+    if how == "moved":
+        assert (tmp_path / "elsewhere" / "m.jsonl").read_text() == '{"step": 1}\n'
+
+
+def test_an_earlier_file_is_kept_as_far_as_asked(tmp_path):
+    path = tmp_path / "m.jsonl"
+    path.write_bytes(b'{"step": 1}\n{"step": 2}\n')
+    lines = JsonLinesWriter(path, keep_bytes=12)
+    lines.write({"step": 9})
+    lines.close()
+    assert path.read_text() == '{"step": 1}\n{"step": 9}\n'
+    JsonLinesWriter(path, keep_bytes=10**6).close()
+    assert path.read_text() == '{"step": 1}\n{"step": 9}\n'
+    JsonLinesWriter(path).close()
+    assert path.read_bytes() == b""
+
+
+def test_half_a_surrogate_pair_is_written_as_json_escapes_it(tmp_path):
+    lines = JsonLinesWriter(tmp_path / "m.jsonl")
+    lines.write({"response": "a\ud800b"})
+    lines.close()
+    assert json.loads((tmp_path / "m.jsonl").read_text()) == {"response": "a\ud800b"}
+
+
+NAMES = ("metrics", "samples", "eval_samples")
+EVERY = CheckpointSpec(every_steps=1, keep=9)
+
+
+def done(tmp_path: Path) -> Path:
+    return run(experiment(tmp_path, steps=3, checkpoint=EVERY, sample_prompts=4)).output_dir
+
+
+def resumed(tmp_path: Path, **changes) -> Path:
+    settings = {"steps": 4, "checkpoint": EVERY, "sample_prompts": 4, "resume": "auto"} | changes
+    return run(experiment(tmp_path, **settings)).output_dir
+
+
+def flip(path: Path, place: int, bit: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1 << bit
+    path.write_bytes(data)
+
+
+def test_a_checkpoint_contains_the_hash_of_each_record_file(tmp_path):
+    out = done(tmp_path)
+    resumed(tmp_path)
+    for checkpoint in list_checkpoints(out / "checkpoints"):
+        records = checkpoint.read()["records"]
+        for name in NAMES:
+            kept = (out / f"{name}.jsonl").read_bytes()[: records["sizes"][name]]
+            assert records["sha256"][name] == hashlib.sha256(kept).hexdigest()
+
+
+@pytest.mark.parametrize("bit", [0, pytest.param(7, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("where", [0.0, pytest.param(0.3, marks=pytest.mark.slow), 0.999])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_flipped_byte_is_reported_and_the_run_continues(tmp_path, name, where, bit):
+    out = done(tmp_path)
+    path = out / f"{name}.jsonl"
+    flip(path, int(where * path.stat().st_size), bit)
+    with pytest.warns(
+        UserWarning, match=rf"{name}\.jsonl was changed after the checkpoint of step 3 \(sha256 mismatch"
+    ):
+        resumed(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # it is reported once
+        if name != "metrics":
+            resumed(tmp_path, steps=5)
+
+
+def test_a_byte_after_those_that_the_checkpoint_counts_is_truncated_without_a_report(tmp_path):
+    out = done(tmp_path)
+    with (out / "samples.jsonl").open("a") as file:
+        file.write("torn")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        resumed(tmp_path)
+    assert all(json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines())
+
+
+def test_the_records_of_another_run_are_compared_before_they_are_copied(tmp_path):
+    out = done(tmp_path)
+    flip(out / "samples.jsonl", 5, 0)
+    with pytest.warns(UserWarning, match=r"run/samples\.jsonl was changed after the checkpoint of step 3"):
+        resumed(tmp_path, resume=str(out), output_dir=tmp_path / "branch")
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_no_record_file_ends_the_run_at_once(tmp_path, name, kind):
+    out = tmp_path / "run"
+    out.mkdir()
+    (tmp_path / "there").write_text("secret")
+    OTHERS[kind](out / f"{name}.jsonl")
+    with pytest.raises(ConfigError, match=rf"{name}\.jsonl' is (not a regular file|a link to)"):
+        run(experiment(tmp_path, steps=1))
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_the_records_of_another_run_are_regular_files(tmp_path, kind):
+    out = done(tmp_path)
+    (out / "samples.jsonl").unlink()
+    (out / "there").write_text("secret" * 9999)
+    OTHERS[kind](out / "samples.jsonl")
+    with pytest.raises(ConfigError, match=r"samples\.jsonl' is not a regular file"):
+        resumed(tmp_path, resume=str(out), output_dir=tmp_path / "branch")
+
+
+def test_a_pipe_that_appears_during_the_run_blocks_nothing(tmp_path):
+    path = tmp_path / "lines.jsonl"
+    lines = JsonLinesWriter(path)
+    lines.write({"a": 1})
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.warns(UserWarning, match="cannot be written after byte 9 .*not a regular file"):
+        lines.write({"a": 2})
+    path.unlink()
+    with pytest.warns(UserWarning, match="can be written again"):
+        lines.write({"a": 3})
+    assert [json.loads(line)["a"] for line in path.read_text().splitlines()] == [2, 3]
+    assert lines.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
+    lines.close()
+
+
+def test_the_hash_is_that_of_the_complete_lines_after_a_write_that_failed(tmp_path, monkeypatch):
+    lines = JsonLinesWriter(tmp_path / "lines.jsonl")
+    lines.write({"a": 1})
+
+    class Torn:
+        def __init__(self, file):
+            self._file = file
+
+        def __getattr__(self, name):
+            return getattr(self._file, name)
+
+        def write(self, data):
+            self._file.write(data[:3])
+            raise OSError("full")
+
+    file = lines._file
+    lines._file = Torn(file)
+    with pytest.warns(UserWarning, match="cannot be written"):
+        lines.write({"a": 2})
+    lines._file = file
+    with pytest.warns(UserWarning, match="can be written again"):
+        lines.write({"a": 3})
+    lines.sync()
+    assert lines.sha256 == hashlib.sha256((tmp_path / "lines.jsonl").read_bytes()).hexdigest()
+    assert (tmp_path / "lines.jsonl").read_text().count("\n") == 3
+    lines.close()

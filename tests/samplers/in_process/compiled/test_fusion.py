@@ -1,0 +1,208 @@
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from realign.api import GenerationConfig, MicroBatchSpec
+from realign.engines import TransformersModel
+from realign.engines.training.optimizer import OptimizerSpec
+from realign.functional.packed import cu_seqlens_of, position_ids
+from realign.models import Lora
+from realign.models.network import kv_cache
+from realign.models.network.attention import PackedContext
+from realign.models.network.decoder import ModuleTrunk
+from realign.samplers.in_process.compiled import fusion
+from realign.samplers.in_process.compiled.fused_layers import FusedTrunk, RMSNorm, for_few_rows
+from realign.samplers.in_process.compiled.fusion import Fusion
+from realign.samplers.in_process.compiled.library import CompiledDecode
+from tests.samplers.in_process.compiled.native import KNOWN, rollout
+from tests.samplers.in_process.rollouts import prompts, responses, same, sample_of
+from tests.tiny import FAMILIES, OTHERS, VOCAB, random_sample, save_tiny, tiny_engine, tiny_model
+
+
+@pytest.mark.parametrize("case", KNOWN)
+def test_known_families_sample_the_same(case):
+    family, overrides = KNOWN[case]
+    model = tiny_model(family, **overrides)
+    for norm in (m for name, m in model.named_modules() if name.endswith("norm")):  # weights of 1 would hide errors
+        torch.nn.init.normal_(norm.weight, mean=1, std=0.3)
+    fused = Fusion(model, CompiledDecode.off)
+    got, want = rollout(model, fused), rollout(model, None)
+    assert fused.obstacle is None
+    assert len({len(r) for r in responses(want)}) > 3
+    assert responses(got) == responses(want)
+    assert torch.allclose(got["logprobs"], want["logprobs"], atol=1e-5)
+
+
+@pytest.mark.parametrize("family", [f for f in (*FAMILIES, *OTHERS) if f not in fusion.FAMILIES])
+def test_other_families_run_their_modules(family):
+    model = tiny_model(family)
+    fused = Fusion(model, CompiledDecode.off)
+    found, want = rollout(model, fused, max_new_tokens=4), rollout(model, None, max_new_tokens=4)
+    assert torch.equal(found["input_ids"], want["input_ids"])
+    # not bitwise equal: the layout of the head's weight differs
+    torch.testing.assert_close(found["logprobs"], want["logprobs"])
+    assert f"model family {model.config.model_type!r} is not supported" in fused.obstacle
+
+
+def test_a_model_that_computes_something_else_runs_its_modules_and_the_log_says_why_once(caplog):
+    model = tiny_model("llama")
+    mlp = model.model.layers[1].mlp
+    mlp.forward = lambda x: 1.01 * type(mlp).forward(mlp, x)
+    fused = Fusion(model, CompiledDecode.off)
+    with caplog.at_level(logging.INFO, logger=fusion.__name__):
+        for _ in range(2):
+            assert isinstance(fused.trunk(40, torch.float32), ModuleTrunk)
+            assert "hidden states differ by" in fused.obstacle
+            with torch.no_grad():  # training changes the digits of the difference
+                model.model.layers[0].mlp.down_proj.weight.mul_(1.5)
+    assert len(caplog.records) == 1
+
+
+def test_unknown_parts_run_the_modules():
+    obstacles = {}
+
+    def by_passed(what, model):
+        fused = Fusion(model, CompiledDecode.off)
+        assert isinstance(fused.trunk(40, torch.float32), ModuleTrunk)
+        obstacles[what] = fused.obstacle
+
+    dynamic = {"rope_type": "dynamic", "rope_theta": 500.0, "factor": 2.0}
+    by_passed("positions", tiny_model("llama", rope_parameters=dynamic))
+    adapted = tiny_model("llama")
+    Lora().prepare(adapted, path="", seed=0)
+    by_passed("adapters", adapted)
+    heard = tiny_model("llama")
+    heard.model.layers[0].register_forward_hook(lambda *_: None)
+    by_passed("hooks", heard)
+    more = tiny_model("qwen2")
+    more.model.layers[0].extra = torch.nn.Identity()
+    by_passed("parts", more)
+    half = tiny_model("qwen2")
+    half.model.layers[0].mlp.down_proj.half()
+    by_passed("dtypes", half)
+    assert "type 'dynamic'" in obstacles["positions"]
+    assert "an adapter" in obstacles["adapters"] or "parts" in obstacles["adapters"]
+    assert "hooks" in obstacles["hooks"]
+    assert "'extra'" in obstacles["parts"]
+    assert "Linear in float16" in obstacles["dtypes"]
+
+
+def test_large_models_run_their_modules(monkeypatch):
+    model = tiny_model("llama")
+    fused = Fusion(model, CompiledDecode.off)
+    assert isinstance(fused.trunk(40, torch.float32), FusedTrunk)
+    monkeypatch.setattr(fusion, "CPU_BYTES", 1000)
+    assert isinstance(fused.trunk(40, torch.float32), ModuleTrunk)
+    assert "more than the limit of 1000" in fused.obstacle
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_an_optimizer_step_is_seen_by_the_next_rollout(checkpointing):
+    def run(fused_rollout):
+        engine = tiny_engine(
+            optimizer=OptimizerSpec(lr=1e-2), fused_rollout=fused_rollout, gradient_checkpointing=checkpointing
+        )
+        config = GenerationConfig(max_new_tokens=12)
+        data = sample_of(prompts())
+        first = engine.generate(data, config, seed=1)
+
+        def loss(output, minibatch):
+            return -output.logprobs(temperature=1.0).sum(), {}
+
+        spec = MicroBatchSpec(max_tokens_per_microbatch=64)
+        engine.train_batch(random_sample([[9, 7], [12]]), spec, loss, lambda sample: torch.tensor(3.0))
+        return first, engine.generate(data, config, seed=1), engine.fusion
+
+    (first, second, fused), (want_first, want_second, none) = run(True), run(False)
+    assert none is None
+    assert fused.obstacle is None
+    assert responses(first) == responses(want_first)
+    assert responses(second) == responses(want_second)
+    assert responses(first) != responses(second)
+    assert torch.allclose(second["logprobs"], want_second["logprobs"], atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_low_precision_stays_close_to_the_modules(family):
+    model = tiny_model(family)
+    lengths = (9, 20, 3)
+    cu_seqlens = cu_seqlens_of(lengths)
+    ids_T = torch.randint(VOCAB, (sum(lengths),), generator=torch.Generator().manual_seed(0))
+    args = ids_T, position_ids(cu_seqlens), PackedContext(cu_seqlens)
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        want_TH = ModuleTrunk(model)(*args)
+        got_TH = Fusion(model, CompiledDecode.off).trunk(20, torch.bfloat16)(*args)
+    with torch.no_grad():
+        exact_TH = ModuleTrunk(model)(*args)
+    rounding = (want_TH - exact_TH).abs().mean()
+    assert got_TH.dtype == want_TH.dtype
+    assert 0 < (got_TH - exact_TH).abs().mean() < 1.2 * rounding
+
+
+def test_a_rollout_in_low_precision():
+    engine = tiny_engine("qwen3", dtype=torch.bfloat16)
+    out = engine.generate(sample_of(prompts()), GenerationConfig(max_new_tokens=12, n=2), seed=0)
+    assert engine.fusion.obstacle is None
+    spec = MicroBatchSpec(max_tokens_per_microbatch=512)
+    scored = engine.forward(
+        out, spec, lambda o, d: d.with_data({"again": o.logprobs()}, lengths=d.lengths["input_ids"])
+    )
+    mask = out["loss_mask"]
+    assert (scored["again"][mask] - out["logprobs"][mask]).abs().mean() < 0.02
+
+
+def test_the_flag_of_the_model(tmp_path):
+    folder = save_tiny(tmp_path / "model")
+    for flag in (True, False):
+        engine = TransformersModel(str(folder), device="cpu", fused_rollout=flag).load("actor", seed=0).engine
+        assert (engine.fusion is not None) == flag
+
+
+def test_fewer_operators():
+    class Counting(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.count += not func.is_view
+            return func(*args, **kwargs or {})
+
+    model = tiny_model("qwen2")
+    fused = Fusion(model, CompiledDecode.off)
+    rollout(model, fused)
+    counts = []
+    for which in (fused, None):
+        with Counting() as counting:
+            rollout(model, which, max_new_tokens=20, max_slots=None, stop_token_ids=[])
+        counts.append(counting.count)
+    assert counts[0] < 0.75 * counts[1]
+
+
+def test_cache_memory_is_read_only_where_it_was_written(monkeypatch):
+    def empty(cache, like):
+        return like.new_full((cache.slots, like.shape[0], cache.length, like.shape[2]), torch.nan)
+
+    monkeypatch.setattr(kv_cache.KVCache, "_empty", empty)
+    model = tiny_model("qwen2")
+    assert same(rollout(model, None, max_new_tokens=70), rollout(model, None, max_new_tokens=70))
+    assert responses(rollout(model, Fusion(model, CompiledDecode.off), max_new_tokens=70, max_slots=None))
+
+
+def test_norm_by_hand():
+    norm = RMSNorm.of(torch.tensor([1.0, 2.0]), eps=0.5)
+    x = torch.tensor([[1.0, 3.0], [0.0, 0.0]])
+    want = torch.tensor([[1 / 5.5**0.5, 6 / 5.5**0.5], [0.0, 0.0]])
+    assert torch.allclose(norm(x), want)
+    assert x[0, 1] == 3
+    assert torch.allclose(norm.of_heads(x), want)
+    assert torch.allclose(x, want)
+
+
+def test_weights_are_laid_out_for_few_rows():
+    weight = torch.randn(48, 8)
+    assert torch.equal(for_few_rows(weight), weight)
+    assert for_few_rows(weight).stride() == (1, 48)
+    assert for_few_rows(weight.bfloat16()).stride() == (8, 1)

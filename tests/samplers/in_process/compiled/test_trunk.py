@@ -1,0 +1,299 @@
+from __future__ import annotations
+
+import ctypes
+import logging
+import warnings
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from realign.api import GenerationConfig, MicroBatchSpec
+from realign.engines import TransformersModel
+from realign.errors import ConfigError, SettingsError
+from realign.models import Lora
+from realign.models.network.heads import read_head
+from realign.models.network.kv_cache import DecodeContext, KVCache
+from realign.samplers.in_process.compiled import fusion as fusion_module
+from realign.samplers.in_process.compiled.fusion import TOLERANCE, DecodePath, Fusion
+from realign.samplers.in_process.compiled.library import CompiledDecode, LibraryError, load_library
+from realign.samplers.in_process.compiled.trunk import LARGE_PRODUCT, ROWS_PER_THREAD, CompiledTrunk
+from realign.samplers.in_process.generate import generate
+from realign.samplers.in_process.rollout_model import RolloutModel
+from realign.samplers.in_process.settings import InProcessSampling
+from tests.samplers.in_process.compiled.native import KNOWN, requires_compiler, rollout
+from tests.samplers.in_process.rollouts import prompts, responses, same, sample_of
+from tests.tiny import VOCAB, save_tiny, tiny_engine, tiny_model
+
+LENGTH = 48
+
+SHAPES = st.fixed_dictionaries(
+    {
+        "num_key_value_heads": st.sampled_from([1, 2, 4]),
+        "num_attention_heads": st.sampled_from([4, 8]),
+        "head_dim": st.sampled_from([8, 24, 32, 70]),
+        "hidden_size": st.sampled_from([32, 56, 104]),
+        "intermediate_size": st.sampled_from([48, 101, 600]),
+        "num_hidden_layers": st.integers(1, 3),
+        "attention_bias": st.booleans(),
+        "mlp_bias": st.booleans(),
+        "tie_word_embeddings": st.booleans(),
+    }
+)
+
+
+def compiled(model, length=LENGTH):
+    library = load_library()
+    assert isinstance(library, ctypes.CDLL), library
+    trunk = Fusion(model, CompiledDecode.off).trunk(length, torch.float32)
+    return CompiledTrunk(trunk, library)
+
+
+def random_step(trunk, rows, seed=0, length=LENGTH):
+    """Tokens and positions of one decode step, and a cache with random keys and values."""
+    generator = torch.Generator().manual_seed(seed)
+    size = 2 * trunk.fused.turns.shape[-1]
+    cache = KVCache(
+        {i: (torch.zeros(x.heads[1], 1, size),) * 2 for i, x in enumerate(trunk.fused.layers)}, rows, length
+    )
+    cache.reach(length)
+    for i in range(len(trunk.fused.layers)):
+        for kv in cache[i]:
+            kv.normal_(generator=generator)
+    ids = torch.randint(VOCAB, (rows,), generator=generator)
+    positions = torch.randint(length, (rows,), generator=generator)
+    return ids, positions, cache
+
+
+def error(got, want):
+    return float((got - want).abs().max() / want.abs().max())
+
+
+@requires_compiler
+@settings(max_examples=40, deadline=None)
+@given(family=st.sampled_from(["llama", "qwen2", "qwen3", "mistral"]), shape=SHAPES, rows=st.integers(1, 20))
+def test_a_step_matches_torch_for_any_shape_and_number_of_rows(family, shape, rows):
+    with torch.no_grad():
+        model = tiny_model(family, **shape)
+        for x in model.parameters():  # biases of 0 and norms of 1 would hide errors
+            x.add_(0.1 * torch.randn(x.shape, generator=torch.Generator().manual_seed(rows)))
+        trunk = compiled(model)
+        ids, positions, cache = random_step(trunk, rows)
+        got = trunk.decode(ids, positions, cache)
+        written = [x.clone() for i in range(len(trunk.fused.layers)) for x in cache[i]]
+        want = trunk.fused(ids, positions, DecodeContext(cache, positions, LENGTH - 1))
+        assert error(got, want) <= 1e-5
+        for ours, theirs in zip(written, (x for i in range(len(trunk.fused.layers)) for x in cache[i]), strict=True):
+            assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@requires_compiler
+@pytest.mark.parametrize("case", KNOWN)
+def test_rollouts_of_known_families_sample_the_same(case):
+    family, overrides = KNOWN[case]
+    model = tiny_model(family, **overrides)
+    ours, torchs = Fusion(model, CompiledDecode.on), Fusion(model, CompiledDecode.off)
+    got, want = rollout(model, ours), rollout(model, torchs)
+    assert (ours.path.now, torchs.path.now) == (DecodePath.compiled, DecodePath.fused)
+    assert responses(got) == responses(want)
+    assert torch.allclose(got["logprobs"], want["logprobs"], atol=1e-5)
+
+
+@requires_compiler
+@torch.no_grad()
+def test_a_rows_result_depends_neither_on_other_rows_nor_on_threads():
+    trunk = compiled(tiny_model("qwen2"))
+    ids, positions, cache = random_step(trunk, 19)
+    together = trunk.decode(ids, positions, cache)
+    for threads in (2, 3):
+        assert torch.equal(trunk.decode(ids, positions, cache, threads), together)
+    for rows in (1, 2, 3, 7):
+        assert torch.equal(trunk.decode(ids[:rows], positions[:rows], cache), together[:rows])
+
+
+@requires_compiler
+@torch.no_grad()
+def test_a_step_follows_a_cache_that_was_resized():
+    trunk = compiled(tiny_model("qwen2"))
+    ids, positions, cache = random_step(trunk, 3)
+    before = trunk.decode(ids, positions, cache)
+    cache.resize(6, 2 * LENGTH)
+    assert torch.equal(trunk.decode(ids, positions, cache), before)
+
+
+@requires_compiler
+@torch.no_grad()
+def test_weights_that_are_not_finite_give_hidden_states_that_are_not_finite():
+    model = tiny_model("qwen2")
+    trunk = compiled(model)
+    trunk.fused.layers[0].qkv.weight[0, 0] = torch.nan
+    ids, positions, cache = random_step(trunk, 2)
+    assert trunk.decode(ids, positions, cache).isnan().all()
+
+
+@requires_compiler
+def test_log_probs_of_a_rollout_equal_those_of_a_scoring_pass():
+    engine = tiny_engine("qwen3", sampling=InProcessSampling(compiled_decode=CompiledDecode.on))
+    out = engine.generate(sample_of(prompts()), GenerationConfig(max_new_tokens=20, n=3, temperature=0.7), seed=0)
+    spec = MicroBatchSpec(max_tokens_per_microbatch=512)
+    scored = engine.forward(
+        out, spec, lambda o, d: d.with_data({"again": o.logprobs(temperature=0.7)}, lengths=d.lengths["input_ids"])
+    )
+    mask = out["loss_mask"]
+    assert engine.fusion.path.now is DecodePath.compiled
+    torch.testing.assert_close(out["logprobs"][mask], scored["again"][mask], atol=1e-5, rtol=1e-5)
+
+
+@requires_compiler
+def test_rollouts_repeat_bit_by_bit():
+    model = tiny_model("qwen2")
+    assert same(rollout(model, Fusion(model, CompiledDecode.on)), rollout(model, Fusion(model, CompiledDecode.on)))
+
+
+@requires_compiler
+def test_torch_computes_steps_for_which_it_is_faster():
+    trunk = compiled(tiny_model("qwen2"))
+    assert trunk.computes(1, threads=1)
+    assert not trunk.computes(2 * ROWS_PER_THREAD - 1, threads=2)
+    assert trunk.computes(2 * ROWS_PER_THREAD, threads=2)
+    trunk._mean_weights = LARGE_PRODUCT / 10
+    assert trunk.computes(10, threads=1)
+    assert not trunk.computes(11, threads=1)
+
+
+def test_without_a_library_torch_decodes_and_the_log_says_why_once(monkeypatch, caplog):
+    monkeypatch.setattr(fusion_module, "load_library", lambda: LibraryError("no C++ compiler is installed"))
+    model = tiny_model("qwen2")
+    fusion = Fusion(model)
+    with caplog.at_level(logging.INFO, logger=fusion_module.__name__):
+        assert same(rollout(model, fusion), rollout(model, fusion))
+    assert fusion.path.now is DecodePath.fused
+    lines = [r.getMessage() for r in caplog.records]
+    assert lines == ["Decode steps of Qwen2ForCausalLM run in torch, since no C++ compiler is installed"]
+
+
+def test_on_raises_an_error_without_a_library(monkeypatch, tmp_path):
+    monkeypatch.setattr(fusion_module, "load_library", lambda: LibraryError("no C++ compiler is installed"))
+    with pytest.raises(ConfigError, match=r"compiled_decode=on: .*, since no C\+\+ compiler is installed"):
+        Fusion(tiny_model("qwen2"), CompiledDecode.on).trunk(8, torch.float32)
+    with pytest.raises(ConfigError, match="model family 'gpt2' is not supported"):
+        Fusion(tiny_model("gpt2"), CompiledDecode.on).trunk(8, torch.float32)
+
+
+def test_off_never_loads_the_library(monkeypatch):
+    monkeypatch.setattr(fusion_module, "load_library", lambda: pytest.fail("loaded"))
+    fusion = Fusion(tiny_model("qwen2"), CompiledDecode.off)
+    fusion.trunk(8, torch.float32)
+    assert fusion.path.now is DecodePath.fused
+
+
+def test_other_precisions_activations_and_adapters_run_in_torch():
+    fusion = Fusion(tiny_model("qwen2"))
+    fusion.trunk(8, torch.bfloat16)
+    assert fusion.path._logged == "matrix products are not in float32"
+    fusion = Fusion(tiny_model("llama", hidden_act="gelu"))
+    fusion.trunk(8, torch.float32)
+    assert fusion.path._logged == "the activation function is not SiLU"
+    adapted = tiny_model("llama")
+    Lora().prepare(adapted, path="", seed=0)
+    fusion = Fusion(adapted)
+    fusion.trunk(8, torch.float32)
+    assert fusion.path.now is DecodePath.modules
+
+
+@requires_compiler
+def test_a_library_that_computes_something_else_is_not_used_and_the_log_says_why_once(monkeypatch, caplog):
+    measured = iter([0.01, 0.02])
+    monkeypatch.setattr(CompiledTrunk, "difference", lambda _: next(measured))
+    fusion = Fusion(tiny_model("qwen2"))
+    with caplog.at_level(logging.INFO, logger=fusion_module.__name__):
+        for _ in range(3):
+            fusion.trunk(8, torch.float32)
+            assert fusion.path.now is DecodePath.fused
+    (line,) = [r.getMessage() for r in caplog.records]
+    assert line.endswith("since hidden states of the compiled library differ by 1.0e-02 (relative) from torch")
+
+
+@requires_compiler
+def test_a_resumed_run_warns_if_decode_steps_run_elsewhere():
+    first = tiny_engine("qwen2", sampling=InProcessSampling(compiled_decode=CompiledDecode.on))
+    data, config = sample_of(prompts()), GenerationConfig(max_new_tokens=3)
+    first.generate(data, config, seed=0)
+    state = first.state_dict()
+    assert state["decode"] == "compiled"
+
+    def resumed(setting):
+        engine = tiny_engine("qwen2", sampling=InProcessSampling(compiled_decode=setting))
+        engine.load_state_dict(state)
+        assert engine.state_dict()["decode"] == "compiled"
+        return engine
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        resumed(CompiledDecode.on).generate(data, config, seed=0)
+    with pytest.warns(UserWarning, match="checkpoint ran in 'compiled', and those of this run in 'fused'"):
+        resumed(CompiledDecode.off).generate(data, config, seed=0)
+
+
+@requires_compiler
+def test_the_setting_reaches_the_engine(tmp_path):
+    folder = str(save_tiny(tmp_path / "model"))
+    for setting in CompiledDecode:
+        spec = TransformersModel(folder, device="cpu", sampler=InProcessSampling(compiled_decode=setting))
+        assert spec.load("actor", seed=0).engine.fusion.path.compiled is setting
+
+
+def test_on_requires_fused_rollouts_and_a_library(monkeypatch):
+    sampler = InProcessSampling(compiled_decode=CompiledDecode.on)
+    with pytest.raises(SettingsError, match="fused_rollout=false: incompatible"):
+        TransformersModel("model", fused_rollout=False, sampler=sampler)
+    monkeypatch.setattr(
+        "realign.samplers.in_process.settings.load_library", lambda: LibraryError("no C++ compiler is installed")
+    )
+    with pytest.raises(ConfigError, match=r"models.actor.sampler.compiled_decode=on: no C\+\+ compiler"):
+        sampler.check("models.actor.sampler")
+    InProcessSampling().check("models.actor.sampler")
+
+
+@requires_compiler
+def test_a_rollout_works_on_several_threads():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        model = tiny_model("llama", hidden_size=128, intermediate_size=1024)
+        got = generate(
+            RolloutModel(model, read_head(model), fusion=Fusion(model, CompiledDecode.on)),
+            sample_of(prompts()),
+            GenerationConfig(max_new_tokens=5, n=8),
+            InProcessSampling(),
+            seed=0,
+            eos_token_ids=[],
+            tokenizer=None,
+        )
+        assert got["logprobs"].isfinite().all()
+    finally:
+        torch.set_num_threads(threads)
+
+
+@requires_compiler
+@torch.no_grad()
+def test_the_comparison_runs_on_keys_and_values_of_the_model():
+    model = tiny_model("llama", num_hidden_layers=12)
+    for layer in model.model.layers:  # computes the same of text, but keys of size 1 give scores that amplify rounding
+        layer.self_attn.q_proj.weight.mul_(30)
+        layer.self_attn.k_proj.weight.div_(30)
+    fusion = Fusion(model)
+    fusion.trunk(LENGTH, torch.float32)
+    assert fusion.path.now is DecodePath.compiled
+
+
+@requires_compiler
+@torch.no_grad()
+@pytest.mark.parametrize("length", [1, 2, 8, LENGTH])
+def test_the_comparison_finds_small_errors(length):
+    trunk = compiled(tiny_model("qwen2"), length)
+    assert trunk.difference() < 1e-6
+    for layer in trunk._layers:
+        layer.scaling *= 1.01
+    assert (trunk.difference() > TOLERANCE) == (length > 1)  # the first token attends only to itself

@@ -1,0 +1,596 @@
+""" """
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+
+import pytest
+import torch
+
+from realign.api import GenerationConfig, MicroBatchSpec, SequenceSample
+from realign.api.sampler import requests_of
+from realign.errors import ConfigError, DataError
+from realign.models.network.decoder import ModuleTrunk, PackedDecoder
+from realign.models.network.heads import read_head
+from realign.samplers.in_process.background import Stream, StreamingEngine
+from realign.samplers.in_process.decode import Rollout, Stopping
+from realign.samplers.in_process.draw import response_keys
+from realign.samplers.in_process.settings import InProcessSampling
+from realign.testing import SAMPLER_CHECKS, BigramEngine, check_sampler
+from tests.samplers.in_process.rollouts import numbered_prompts, other_engine
+from tests.tiny import tiny_engine, tiny_model
+
+CONFIG = GenerationConfig(n=2, max_new_tokens=24)
+
+
+@pytest.fixture
+def open_engine():
+    opened = []
+
+    def make(*, seed=0, **settings):
+        opened.append(StreamingEngine("actor", tiny_engine(model={"seed": seed}), **settings))
+        return opened[-1]
+
+    yield make
+    for engine in opened:
+        engine.close()
+
+
+def same(a, b, *, exact=False):
+    assert a.ids == b.ids
+    assert a["input_ids"].tolist() == b["input_ids"].tolist()
+    assert a["truncated"].tolist() == b["truncated"].tolist()
+    close = torch.equal if exact else torch.allclose
+    assert close(a["logprobs"], b["logprobs"], **({} if exact else {"atol": 1e-5}))
+
+
+@pytest.mark.parametrize("config", [CONFIG, GenerationConfig(n=3, max_new_tokens=9, greedy=True)])
+def test_a_call_alone_is_the_engines_own_bit_by_bit(open_engine, config):
+    data = numbered_prompts(range(9))
+    engine = open_engine(version=5)
+    out = engine.generate(data, config, seed=3)
+    same(out, tiny_engine().generate(data, config, seed=3), exact=True)
+    assert torch.equal(out["versions"], torch.where(out["loss_mask"], 5, -1).int())
+    assert len(engine.generate(numbered_prompts([]), config, seed=3)) == 0
+
+
+def test_calls_of_many_threads_share_the_slots(open_engine, monkeypatch):
+    rows = []
+    step = Stream._step
+    monkeypatch.setattr(Stream, "_step", lambda self, **how: (rows.append(self.active), step(self, **how))[1])
+    engine = open_engine()
+    want = {i: tiny_engine().generate(numbered_prompts([i]), CONFIG, seed=1) for i in range(12)}
+    short = GenerationConfig(n=1, max_new_tokens=4)
+    with ThreadPoolExecutor(13) as pool:
+        long = {i: pool.submit(engine.generate, numbered_prompts([i]), CONFIG, seed=1) for i in range(12)}
+        brief = pool.submit(engine.generate, numbered_prompts([3]), short, seed=2)
+        for i, future in long.items():
+            same(future.result(), want[i])
+        same(brief.result(), tiny_engine().generate(numbered_prompts([3]), short, seed=2))
+    assert max(rows) > CONFIG.n
+
+
+def test_weights_change_between_two_steps_of_running_calls(open_engine):
+    engine = open_engine()
+    config = GenerationConfig(n=2, max_new_tokens=100, fixed_length=True)
+    far = threading.Event()
+    advance, count = Stream.advance, [0]
+
+    def counting(self):
+        count[0] += 1
+        if count[0] == 30:
+            far.set()
+        while count[0] >= 30 and engine.version == 0 and not engine.loop._jobs:  # the update is on its way
+            time.sleep(0.001)
+        advance(self)
+
+    Stream.advance, before = counting, Stream.advance
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            engine.pause()
+            calls = [pool.submit(engine.generate, numbered_prompts([i]), config, seed=1) for i in range(4)]
+            while len(engine.loop._calls) < 4:
+                time.sleep(0.001)
+            engine.resume()
+            far.wait()
+            engine.update(other_engine(), 1)
+            assert engine.version == 1
+            out = [call.result() for call in calls]
+    finally:
+        Stream.advance = before
+    for one in out:
+        for versions_T in one.sequences("versions"):
+            changes = versions_T[versions_T >= 0].diff()
+            assert changes.min() >= 0
+            assert int(changes.sum()) == 1  # tokens of the old version, followed by tokens of the new one
+    later = engine.generate(numbered_prompts(range(5)), CONFIG, seed=2)
+    same(later, tiny_engine(model={"seed": 7}).generate(numbered_prompts(range(5)), CONFIG, seed=2), exact=True)
+
+
+def test_texts_are_read_again_in_the_dtype_of_the_first_time(monkeypatch):
+    reads, began, go_on = [], threading.Event(), threading.Event()
+    read, advance = PackedDecoder.prefill, Stream.advance
+
+    def noting(self, texts):
+        hidden, states = read(self, texts)
+        reads.append((hidden.dtype, torch.is_autocast_enabled("cpu")))
+        return hidden, states
+
+    def waiting(self):
+        advance(self)
+        began.set()
+        go_on.wait(0.5)
+
+    monkeypatch.setattr(PackedDecoder, "prefill", noting)
+    monkeypatch.setattr(Stream, "advance", waiting)
+    engine = StreamingEngine("actor", tiny_engine(dtype=torch.bfloat16, fused_rollout=False))
+    reads.clear()  # those of the load probe
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(
+            engine.generate, numbered_prompts([0]), GenerationConfig(max_new_tokens=40, fixed_length=True), seed=1
+        )
+        assert began.wait(60)
+        engine.update(engine.engine, 1)
+        go_on.set()
+        assert set(call.result()["versions"].tolist()) == {-1, 0, 1}
+    engine.close()
+    assert len(reads) == 2
+    assert len(set(reads)) == 1
+    assert reads[0][1]
+
+
+def test_weights_can_change_while_a_model_that_runs_unpacked_samples():
+    engine = tiny_engine("bloom")
+    sampler = StreamingEngine("actor", engine)
+    config = GenerationConfig(n=3, max_new_tokens=8, fixed_length=True)
+    try:
+        got = sampler.generate(numbered_prompts(range(3)), config, seed=2)
+        want = engine.generate(numbered_prompts(range(3)), config, seed=2)
+        assert got["input_ids"].tolist() == want["input_ids"].tolist()
+        sampler.pause()
+        sampler.sleep()
+        sampler.wake()
+        sampler.update(engine, 1)
+        sampler.resume()
+        assert set(sampler.generate(numbered_prompts(range(3)), config, seed=2)["versions"].tolist()) == {-1, 1}
+    finally:
+        sampler.close()
+
+
+def test_scoring_waits_for_its_turn_between_two_steps(open_engine):
+    engine = open_engine()
+    data = SequenceSample.from_sequences([0, 1], {"input_ids": [[[2, 3, 4]], [[5, 6]]]})
+
+    def score(output, part):
+        return part.with_tokens(logprobs=output.logprobs())
+
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(engine.generate, numbered_prompts(range(6)), CONFIG, seed=1)
+        out = engine.forward(data, MicroBatchSpec(), score)
+        same(call.result(), tiny_engine().generate(numbered_prompts(range(6)), CONFIG, seed=1), exact=True)
+    assert torch.equal(out["logprobs"], tiny_engine().forward(data, MicroBatchSpec(), score)["logprobs"])
+
+
+def test_a_bad_call_fails_alone(open_engine):
+    engine = open_engine()
+    with pytest.raises(ConfigError, match="stop token 9999 is not in the vocabulary"):
+        engine.generate(numbered_prompts([0]), GenerationConfig(max_new_tokens=5, stop_token_ids=[9999]), seed=0)
+    with pytest.raises(DataError, match="the prompt is empty"):
+        engine.generate(SequenceSample.from_sequences([0], {"prompt_ids": [[[]]]}), CONFIG, seed=0)
+    with pytest.raises(ValueError, match="weights"):
+        engine.update(tiny_engine(model={"num_hidden_layers": 2}), 1)
+    assert engine.version == 0
+    same(
+        engine.generate(numbered_prompts([0]), CONFIG, seed=1),
+        tiny_engine().generate(numbered_prompts([0]), CONFIG, seed=1),
+        exact=True,
+    )
+
+
+@pytest.mark.parametrize(("where", "name"), [(Rollout, "_step"), (Stream, "take")])
+def test_an_error_in_the_loop_reaches_every_caller(open_engine, monkeypatch, where, name):
+    def broken(*arguments, **settings):
+        raise FloatingPointError("the sky fell")
+
+    monkeypatch.setattr(where, name, broken)
+    engine = open_engine()
+    with ThreadPoolExecutor(3) as pool:
+        calls = [pool.submit(engine.generate, numbered_prompts([i]), CONFIG, seed=1) for i in range(3)]
+        for call in calls:
+            with pytest.raises(RuntimeError, match=r"models.actor: sampling stopped: the sky fell") as caught:
+                call.result()
+            assert isinstance(caught.value.__cause__, FloatingPointError)
+    with pytest.raises(RuntimeError, match="the sky fell"):
+        engine.update(other_engine(), 1)
+
+
+def test_an_exit_in_the_loop_reaches_every_caller(open_engine):
+    engine, go_on = open_engine(), threading.Event()
+
+    def leave():
+        raise SystemExit(3)
+
+    with ThreadPoolExecutor(3) as pool:
+        first = pool.submit(engine.loop.between_steps, go_on.wait)
+        others = [pool.submit(engine.loop.between_steps, work) for work in (leave, int)]
+        while len(engine.loop._jobs) < 3:
+            threading.Event().wait(0.001)
+        go_on.set()
+        assert first.result()
+        for call in others:
+            with pytest.raises(RuntimeError, match=r"models\.actor: sampling stopped: 3"):
+                call.result()
+
+
+def test_closing_wakes_who_waits(open_engine):
+    engine = open_engine()
+    config = GenerationConfig(n=8, max_new_tokens=100, fixed_length=True)
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(engine.generate, numbered_prompts(range(64)), config, seed=1)
+        while not engine.loop.streams:
+            threading.Event().wait(0.001)
+        engine.close()
+        with pytest.raises(RuntimeError, match="sampling stopped: the sampler was closed"):
+            call.result()
+    with pytest.raises(RuntimeError, match="the sampler was closed"):
+        engine.generate(numbered_prompts([0]), CONFIG, seed=0)
+
+
+def test_a_model_that_cannot_generate_is_refused():
+    for engine in (tiny_engine(model={"head": "value"}), BigramEngine()):
+        with pytest.raises(ConfigError, match="cannot sample asynchronously"):
+            StreamingEngine("critic", engine)
+
+
+LONG = GenerationConfig(n=2, max_new_tokens=100, fixed_length=True)
+
+
+@pytest.mark.parametrize("name", SAMPLER_CHECKS)
+@pytest.mark.parametrize("max_slots", [None, 3])
+def test_the_streaming_engine_meets_the_contract_of_samplers(name, max_slots):
+    def make():
+        return StreamingEngine("actor", tiny_engine(sampling=InProcessSampling(max_slots=max_slots)))
+
+    check_sampler(make, numbered_prompts(range(3)), GenerationConfig(n=3, max_new_tokens=12), other_engine(), only=name)
+
+
+@pytest.fixture
+def at_step(monkeypatch):
+    """Run a function in another thread before decode step `number`, while the loop waits for `go_on`."""
+    advance, count = Stream.advance, [0]
+    reached, go_on = threading.Event(), threading.Event()
+
+    def counting(self):
+        count[0] += 1
+        if count[0] == 20:
+            reached.set()
+            assert go_on.wait(60)
+        advance(self)
+
+    monkeypatch.setattr(Stream, "advance", counting)
+
+    def do(action):
+        assert reached.wait(60)
+        with ThreadPoolExecutor(1) as pool:
+            future = pool.submit(action)
+            go_on.set()
+            return future.result()
+
+    return do
+
+
+def test_a_submitted_response_that_is_alone_is_that_of_generate_bit_by_bit(open_engine):
+    data = numbered_prompts([5])
+    want = tiny_engine().generate(data, GenerationConfig(n=1, max_new_tokens=24), seed=3)
+    handle = open_engine(version=2).submit(requests_of(data, CONFIG, 3)[0])
+    found = handle.result(60)
+    given = want["prompt_mask"]
+    assert torch.equal(found.ids, want["input_ids"][~given])
+    assert torch.equal(found.logprobs, want["logprobs"][~given])
+    assert found.versions.tolist() == [2] * len(found.ids)
+    assert found.truncated == bool(want["truncated"])
+
+
+def test_responses_of_any_group_size_share_a_rollout(open_engine, monkeypatch):
+    rows = []
+    step = Stream._step
+    monkeypatch.setattr(Stream, "_step", lambda self, **how: (rows.append(self.active), step(self, **how))[1])
+    engine = open_engine()
+    engine.pause()
+    handles = [engine.submit(r) for r in requests_of(numbered_prompts([0]), LONG, 1)]
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(
+            engine.generate, numbered_prompts([1]), GenerationConfig(n=4, max_new_tokens=100, fixed_length=True), seed=1
+        )
+        while len(engine.loop._calls) < 3:
+            threading.Event().wait(0.001)
+        engine.resume()
+        call.result()
+    assert all(len(handle.result().ids) == 100 for handle in handles)
+    assert max(rows) == 6
+
+
+def test_tokens_so_far_grow_and_keep_their_versions(open_engine, at_step):
+    engine = open_engine()
+    handle, other = (engine.submit(r) for r in requests_of(numbered_prompts([0]), LONG, 1))
+    early = at_step(handle.tokens)
+    assert 0 < len(early.ids) < 100
+    assert set(early.versions.tolist()) == {0}
+    engine.pause()
+    before = handle.tokens()
+    engine.update(other_engine(), 1)
+    engine.resume()
+    done = handle.result()
+    assert done.versions.tolist() == [0] * len(before.ids) + [1] * (100 - len(before.ids))
+    assert done.ids[: len(before.ids)].tolist() == before.ids.tolist()
+    assert before.ids[: len(early.ids)].tolist() == early.ids.tolist()
+    assert set(other.result().versions.tolist()) == {0, 1}
+
+
+def test_no_decode_step_is_made_in_a_pause(open_engine, at_step):
+    engine = open_engine()
+    handles = [engine.submit(r) for r in requests_of(numbered_prompts(range(2)), LONG, 1)]
+    at_step(engine.pause)
+    before = [handle.tokens() for handle in handles]
+    with pytest.raises(TimeoutError):
+        handles[0].result(0.05)
+    for one, handle in zip(before, handles, strict=True):
+        assert 0 < len(one.ids) < 100
+        assert handle.tokens().ids.tolist() == one.ids.tolist()
+    engine.resume()
+    same(*(sampled(found, LONG) for found in ([h.result() for h in handles], None)))
+
+
+def sampled(completions, config):
+    """Return tokens and log-probs of two prompts, from the engine or from completions of submitted requests."""
+    if completions is None:
+        return tiny_engine().generate(numbered_prompts(range(2)), config, seed=1)
+    from realign.api.sampler import sample_of
+
+    return sample_of(numbered_prompts(range(2)), completions, config.n)
+
+
+def test_a_cancelled_response_frees_its_slot_and_leaves_the_others_as_they_are(open_engine, at_step):
+    engine = open_engine()
+    handles = [engine.submit(r) for r in requests_of(numbered_prompts(range(2)), LONG, 1)]
+    assert at_step(handles[1].cancel)
+    kept = handles[1].tokens()
+    assert 0 < len(kept.ids) < 100
+    with pytest.raises(CancelledError):
+        handles[1].result()
+    want = tiny_engine().generate(numbered_prompts(range(2)), LONG, seed=1)
+    for i, (ids, given, logprobs) in enumerate(
+        zip(*(want.sequences(k) for k in ("input_ids", "prompt_mask", "logprobs")), strict=True)
+    ):
+        found = kept if i == 1 else handles[i].result()
+        count = len(found.ids)
+        assert found.ids.tolist() == ids[~given][:count].tolist()
+        assert torch.allclose(found.logprobs, logprobs[~given][:count], atol=1e-5)
+    assert not engine.loop.streams
+
+
+def test_responses_can_be_cancelled_before_they_have_slots(monkeypatch):
+    engine = StreamingEngine("actor", tiny_engine(sampling=InProcessSampling(max_slots=2)))
+    engine.pause()
+    handles = [engine.submit(r) for r in requests_of(numbered_prompts(range(3)), LONG, 1)]
+    assert handles[0].cancel()  # canceled before the loop has seen it
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(handles[1].result)
+        engine.resume()
+        first.result()
+        assert handles[5].cancel()  # it cannot have ended: two slots serve five responses of 100 tokens
+    assert [len(h.result().ids) for h in handles[1:5]] == [100] * 4
+    assert len(handles[5].tokens().ids) < 100
+    engine.close()
+
+
+def test_sleep_frees_the_cache_and_waking_continues_where_it_stopped(open_engine, at_step):
+    engine = open_engine()
+    handles = [engine.submit(r) for r in requests_of(numbered_prompts(range(2)), LONG, 1)]
+    at_step(engine.sleep)
+    assert [stream.cache for stream in engine.loop.streams] == [None]
+    before = handles[0].tokens()
+    assert handles[3].cancel()
+    engine.sleep()
+    engine.wake()
+    want = tiny_engine().generate(numbered_prompts(range(2)), LONG, seed=1)
+    for handle, ids, given in zip(handles[:3], want.sequences()[:3], want.sequences("prompt_mask")[:3], strict=True):
+        assert handle.result().ids.tolist() == ids[~given].tolist()
+    assert handles[0].result().ids[: len(before.ids)].tolist() == before.ids.tolist()
+
+
+def test_weights_that_come_in_sleep_are_used_for_everything_after_it(open_engine, at_step):
+    engine = open_engine()
+    handle = engine.submit(requests_of(numbered_prompts([0]), LONG, 1)[0])
+    at_step(engine.sleep)
+    count = len(handle.tokens().ids)
+    engine.update(other_engine(), 1)
+    engine.wake()
+    done = handle.result()
+    assert done.versions.tolist() == [0] * count + [1] * (100 - count)
+    text = torch.cat([numbered_prompts([0])["prompt_ids"], done.ids])
+    data = SequenceSample.from_sequences([0], {"input_ids": [[text]]})
+    scored = other_engine().forward(data, MicroBatchSpec(), lambda out, part: part.with_tokens(x=out.logprobs()))["x"]
+    assert torch.allclose(done.logprobs[count:], scored[-(100 - count) :], atol=1e-4)
+
+
+def test_bad_requests_are_refused_when_they_are_made(open_engine):
+    engine = open_engine()
+    request = requests_of(numbered_prompts([0]), CONFIG, 1)[0]
+    with pytest.raises(DataError, match=r"exceeds the context window of the model .128."):
+        engine.submit(type(request)(0, 0, request.prompt_ids, GenerationConfig(max_new_tokens=200), 1))
+    handle = engine.submit(
+        type(request)(0, 0, request.prompt_ids, GenerationConfig(stop_token_ids=[9999], max_new_tokens=3), 1)
+    )
+    with pytest.raises(ConfigError, match="stop token 9999"):
+        handle.result()
+    assert len(handle.tokens().ids) == 0
+    assert not handle.cancel()
+
+
+EOS = 1
+
+
+def prompt(i, length=3):
+    return torch.tensor([2 + (i * 3 + k) % 11 for k in range(length + i % 4)])
+
+
+def stream_of(model, config=CONFIG, version=0, max_slots=None):
+    head = read_head(model)
+    stopping = Stopping(config, [EOS], None, len(head.weight_VH), torch.device("cpu"))
+    decoder, settings = PackedDecoder(ModuleTrunk(model)), InProcessSampling(max_slots=max_slots)
+    return Stream(decoder, head, config, stopping, settings, reach=128, version=version)
+
+
+def added(stream, ids, length=3):
+    return stream.add([prompt(i, length) for i in ids], response_keys(4, ids, CONFIG.n))
+
+
+def responses_of(stream, sequences_S):
+    responses, versions_SN, _, _ = stream.take(sequences_S)
+    rows = zip(responses.tokens, responses.logprobs, versions_SN, responses.lengths.tolist(), strict=True)
+    return [(t[:n].tolist(), p[:n], v[:n].tolist()) for t, p, v, n in rows]
+
+
+@pytest.fixture(scope="module")
+def models():
+    return tiny_model(), tiny_model(seed=7)
+
+
+@torch.no_grad()
+def fresh_logprobs(model, ids, response):
+    """Return the log-prob of each response token from one plain pass over the whole text."""
+    text = torch.cat([ids, torch.tensor(response)])
+    engine = tiny_engine()
+    engine.load_weights(dict(model.named_parameters()))
+    data = SequenceSample.from_sequences([0], {"input_ids": [[text.tolist()]]})
+    out = engine.forward(data, MicroBatchSpec(), lambda output, part: part.with_tokens(logprobs=output.logprobs()))
+    return out["logprobs"][len(ids) :]
+
+
+@torch.no_grad()
+def test_prompts_may_join_at_any_time_and_change_nothing_for_the_others(models):
+    """The cache gets more slots and longer slots while sequences use it, and rows of responses are reused."""
+    want = {}
+    for length, ids in ((3, range(10)), (40, range(10, 13))):
+        alone = stream_of(models[0])
+        sequences_S = added(alone, ids, length)
+        alone.run()
+        found = responses_of(alone, sequences_S)
+        want |= {i: found[2 * k : 2 * k + 2] for k, i in enumerate(ids)}
+    stream = stream_of(models[0])
+    calls, got = {}, {}
+    for i in range(13):
+        calls[i] = added(stream, [i], 40 if i > 9 else 3)
+        for _ in range(5):
+            if stream.busy:
+                stream.advance()
+        ended = {s for x in stream.finished for s in x.tolist()}
+        for j in [j for j, sequences_S in calls.items() if ended >= set(sequences_S.tolist())]:
+            sequences_S = calls.pop(j)
+            got[j] = responses_of(stream, sequences_S)
+            stream.finished = [x[[s not in sequences_S for s in x]] for x in stream.finished]
+    stream.run()
+    got |= {j: responses_of(stream, sequences_S) for j, sequences_S in calls.items()}
+    assert stream.cache.length >= 43 + 24
+    assert len(stream.responses.lengths) < 26  # rows were reused
+    for i in range(13):
+        for (tokens, logprobs, _), (want_tokens, want_logprobs, _) in zip(got[i], want[i], strict=True):
+            assert tokens == want_tokens
+            assert torch.allclose(logprobs, want_logprobs, atol=1e-5)
+
+
+@torch.no_grad()
+def test_longer_prompts_leave_fewer_slots_within_the_limit_and_change_no_token(models, monkeypatch):
+    def bytes_of(cache):
+        return sum(x.nbytes for kv in cache.kv._layers.values() for x in kv)
+
+    def sampled():
+        stream = stream_of(models[0])
+        calls = [added(stream, range(3))]
+        for _ in range(3):
+            stream.advance()
+        short = bytes_of(stream.cache)
+        calls.append(added(stream, range(3, 6), 40))
+        stream.run()
+        return short, stream.cache, [part for sequences_S in calls for part in responses_of(stream, sequences_S)]
+
+    limit, unlimited, want = sampled()
+    assert len({len(tokens) for tokens, _, _ in want[:6]}) > 2  # so that long prompts start beside others
+    monkeypatch.setattr("realign.samplers.in_process.decode.CACHE_BYTES", limit)
+    short, cache, got = sampled()
+    assert short == limit < bytes_of(unlimited)
+    assert bytes_of(cache) <= limit
+    assert cache.slots < 6
+    for (tokens, logprobs, versions), (want_tokens, want_logprobs, want_versions) in zip(got, want, strict=True):
+        assert (tokens, versions) == (want_tokens, want_versions)
+        assert torch.allclose(logprobs, want_logprobs, atol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("slots", [None, 5])
+def test_new_weights_take_effect_at_the_next_token(models, slots):
+    config = GenerationConfig(
+        n=2,
+        max_new_tokens=24,
+        fixed_length=True,
+    )
+    stream = stream_of(models[0], config, version=3, max_slots=slots)
+    sequences_S = added(stream, range(6))
+    for _ in range(8):
+        stream.advance()
+    stream.update(PackedDecoder(ModuleTrunk(models[1])), read_head(models[1]), 4, recompute=True)
+    stream.run()
+    begun = 0
+    for k, (tokens, logprobs, versions) in enumerate(responses_of(stream, sequences_S)):
+        cut = versions.index(4)
+        assert versions == [3] * cut + [4] * (24 - cut)
+        begun += cut > 0
+        ids = prompt(k // 2)
+        assert torch.allclose(logprobs[:cut], fresh_logprobs(models[0], ids, tokens)[:cut], atol=1e-5)
+        assert torch.allclose(logprobs[cut:], fresh_logprobs(models[1], ids, tokens)[cut:], atol=1e-5)
+    assert begun == (12 if slots is None else 5)
+
+
+@torch.no_grad()
+def test_kept_keys_and_values_are_those_of_the_old_weights(models):
+    config = GenerationConfig(n=2, max_new_tokens=24, fixed_length=True)
+    found = {}
+    for recompute in (True, False):
+        stream = stream_of(models[0], config)
+        sequences_S = added(stream, range(3))
+        for _ in range(8):
+            stream.advance()
+        stream.update(PackedDecoder(ModuleTrunk(models[1])), read_head(models[1]), 1, recompute=recompute)
+        stream.run()
+        found[recompute] = responses_of(stream, sequences_S)
+    again, kept = found[True][0], found[False][0]
+    assert again[2] == kept[2]
+    assert again[0][:8] == kept[0][:8]
+    assert not torch.allclose(again[1][8:], kept[1][8:], atol=1e-3)
+    assert not torch.allclose(kept[1][8:], fresh_logprobs(models[1], prompt(0), kept[0])[8:], atol=1e-3)
+
+
+@torch.no_grad()
+def test_the_same_weights_under_a_new_version_change_no_token(models):
+    stream, other = stream_of(models[0]), stream_of(models[0])
+    sequences_S = added(stream, range(6))
+    added(other, range(6))
+    for _ in range(5):
+        stream.advance()
+    stream.update(PackedDecoder(ModuleTrunk(models[0])), read_head(models[0]), 1, recompute=True)
+    stream.run()
+    other.run()
+    want = responses_of(other, sequences_S)
+    for (tokens, logprobs, _), (want_tokens, want_logprobs, _) in zip(
+        responses_of(stream, sequences_S), want, strict=True
+    ):
+        assert tokens == want_tokens
+        assert torch.allclose(logprobs, want_logprobs, atol=1e-5)
+
+
+def test_reading_again_goes_in_several_passes(models, monkeypatch):
+    monkeypatch.setattr("realign.samplers.in_process.background.PREFILL_TOKENS", 12)
+    test_new_weights_take_effect_at_the_next_token(models, None)
