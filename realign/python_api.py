@@ -54,7 +54,7 @@ from realign.rewards.pool.functions import SessionFunction, source_of
 from realign.runtime import Experiment
 from realign.runtime.output_folder import START
 from realign.runtime.run_report import attempts_in
-from realign.signals import Interrupted, terminated_by_exception
+from realign.signals import Interrupted, raise_on_signals
 
 StrPath: TypeAlias = str | os.PathLike[str]
 _PLAIN = re.compile(r"[A-Za-z_./][\w./:@-]*", re.ASCII)
@@ -236,7 +236,7 @@ def train(
     """
     use_expandable_segments()
     arguments = {"model": model, "tokenizer": tokenizer, "data": data, "reward": reward}
-    with plain_warnings(debug=False), terminated_by_exception(), lasting_console():
+    with plain_warnings(debug=False), raise_on_signals(), lasting_console():
         if isinstance(experiment, Experiment):
             if given := [
                 *overrides,

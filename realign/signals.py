@@ -8,6 +8,7 @@ which ends the process at once.
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -49,13 +50,17 @@ class _Handler:
 
     def __init__(self, act: Callable[[int], None]) -> None:
         self._act = act
+        self.error: BaseException | None = None
+        """What to raise instead, see `raise_in_main_thread`."""
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self.error is not None:
+            raise self.error
         self._act(number)
 
 
 @contextmanager
-def handling(act: Callable[[int], None], numbers: Iterable[int] = SIGNALS) -> Iterator[None]:
+def handle_signals(act: Callable[[int], None], numbers: Iterable[int] = SIGNALS) -> Iterator[None]:
     """Call `act` with the number of each signal that arrives in this context.
 
     Python handles signals in the main thread only. In other threads this has no effect.
@@ -74,13 +79,22 @@ def handling(act: Callable[[int], None], numbers: Iterable[int] = SIGNALS) -> It
             signal.signal(number, handler)
 
 
-def terminated_by_exception() -> AbstractContextManager[None]:
+def raise_on_signals() -> AbstractContextManager[None]:
     """Raise `Interrupted` on a signal, so that it ends a run like Ctrl-C: files are closed and workers stopped."""
 
     def stop(number: int) -> None:
         raise Interrupted(number)
 
-    return handling(stop, [number for number in SIGNALS if number != signal.SIGINT])
+    return handle_signals(stop, [number for number in SIGNALS if number != signal.SIGINT])
+
+
+def raise_in_main_thread(error: BaseException) -> None:
+    """Raise an error in the main thread, also in a blocking system call, if it handles signals."""
+    handler = signal.getsignal(signal.SIGTERM)
+    if isinstance(handler, _Handler) and sys.platform != "win32":
+        handler.error = error
+        # to the thread itself: a signal to the process might not interrupt its system call
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
 
 
 class StopSignals:
@@ -94,14 +108,14 @@ class StopSignals:
         self._quiet = quiet
         self.received: int | None = None
         """Number of the first signal; None before it arrives."""
-        self._handling = handling(self._note)
+        self._handlers = handle_signals(self._note)
 
     def __enter__(self) -> Self:
-        self._handling.__enter__()
+        self._handlers.__enter__()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
-        self._handling.__exit__(kind, value, tb)
+        self._handlers.__exit__(kind, value, tb)
 
     def _note(self, number: int) -> None:
         if self.received is not None:

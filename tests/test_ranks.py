@@ -98,8 +98,8 @@ def saved(folder: Path) -> list[str]:
 def command(ports: list[int], *words: str) -> tuple[int, str, str]:
     """Return exit code, stdout and stderr of a command line of three ranks."""
     ranks, out, err = current(), io.StringIO(), io.StringIO()
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports.pop())}
-    os.environ |= {**meeting, "RANK": str(ranks.rank), "WORLD_SIZE": str(ranks.size)}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports.pop())}
+    os.environ |= {**address, "RANK": str(ranks.rank), "WORLD_SIZE": str(ranks.size)}
     with redirect_stdout(out), redirect_stderr(err):
         code = cli.main(list(words))
     ranks.barrier()  # the first rank hosts the store

@@ -16,7 +16,7 @@ import pytest
 
 from realign.cli import commands as cli
 from realign.records.checkpoint.folder import list_checkpoints
-from realign.signals import SIGNALS, Interrupted, StopSignals, terminated_by_exception
+from realign.signals import SIGNALS, Interrupted, StopSignals, raise_on_signals
 from tests.checkpoint_runs import untimed
 from tests.config_parts import write_experiment
 from tests.processes import Command
@@ -250,7 +250,7 @@ def test_the_first_signal_is_noted_and_the_second_raised(number, capfd):
 @pytest.mark.parametrize("number", SIGNALS)
 def test_a_signal_that_the_process_ignored_from_the_start_stays_ignored(number):
     signal.signal(number, signal.SIG_IGN)  # as after `nohup`, or in the background of a script
-    with terminated_by_exception(), StopSignals() as signals:
+    with raise_on_signals(), StopSignals() as signals:
         assert raised(number) is None
         assert signals.received is None
 
@@ -260,7 +260,7 @@ def test_handlers_of_a_script_stay_except_those_that_end_a_run_everywhere():
     heard: list[int] = []
     for number in (signal.SIGUSR1, signal.SIGTERM):
         signal.signal(number, lambda number, frame: heard.append(number))
-    with terminated_by_exception(), StopSignals() as signals:
+    with raise_on_signals(), StopSignals() as signals:
         assert raised(signal.SIGUSR1) is None
         assert raised(signal.SIGTERM) is None
         assert (heard, signals.received) == ([signal.SIGUSR1], signal.SIGTERM)
@@ -281,7 +281,7 @@ def test_a_signal_is_noted_also_if_nobody_reads_stderr(monkeypatch):
 def test_a_signal_before_the_first_step_raises_its_own_exit_code():
     for number in SIGNALS:
         if number != signal.SIGINT:
-            with terminated_by_exception():
+            with raise_on_signals():
                 error = raised(number)
             assert error is not None
             assert error.exit_code == 128 + number

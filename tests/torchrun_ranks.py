@@ -38,8 +38,8 @@ class Ranks:
 
     def __init__(self, folder: Path, *words: str) -> None:
         self.mark = secrets.token_hex(8)
-        meeting = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        given = environment(folder, self.mark) | meeting
+        launched = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        given = environment(folder, self.mark) | launched
         self.processes = [
             Command(folder, *words, environment={**given, "RANK": str(rank), "LOCAL_RANK": str(rank)})
             for rank in range(2)

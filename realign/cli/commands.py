@@ -26,7 +26,7 @@ from realign.cli.arguments import (
     without_names,
 )
 from realign.cli.exit_codes import full_errors, guarded, plain_warnings
-from realign.cli.train import alone, built, is_one_of_many, on_ranks
+from realign.cli.train import alone, built, is_one_of_many, run_on_ranks
 from realign.config.aliases import COMMANDS as OTHER_COMMANDS
 from realign.config.command_line import is_file
 from realign.config.errors import ConfigError, nearest, suggest
@@ -34,7 +34,7 @@ from realign.config.files import list_algorithms, list_experiments
 from realign.console import lasting_console
 from realign.errors import ExitCode
 from realign.own_files import make_folder, replace_text
-from realign.signals import terminated_by_exception
+from realign.signals import raise_on_signals
 from realign.version import installed_version
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             atexit.register(gc.freeze)
             if line := first_line(args):
                 print(line, flush=True)
-        code = guarded(lambda: _of_all_ranks(args, debug), debug)
+        code = guarded(lambda: _run(args, debug), debug)
         if not code and not _works(args):
             console.flush()
             if console.lost is not None:
@@ -194,16 +194,15 @@ def use_expandable_segments() -> None:
         os.environ[ALLOCATOR[0]] = "expandable_segments:True"
 
 
-def _of_all_ranks(args: list[str], debug: bool) -> int:
+def _run(args: list[str], debug: bool) -> int:
+    """Run a command line in this process, or on all ranks that a launcher started."""
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # so that `_target_` can name a class in a file of the current folder
-    if args[:1] == ["fork"] and not {"--help", "-h"} & {
-        *args
-    }:  # it becomes a command line of `train`, so that all below sees a usual run
-        args = _function_of("fork")(args[1:])
+    if args[:1] == ["fork"] and not {"--help", "-h"} & {*args}:
+        args = _function_of("fork")(args[1:])  # a command line of `train`: all below sees a usual run
     words = command_words(args)
     if is_one_of_many():
-        return on_ranks(lambda start: _dispatch(args, start), debug, words)
+        return run_on_ranks(lambda start: _dispatch(args, start), debug, words)
     return _dispatch(args, lambda _, experiment, checked: alone(experiment, checked, debug, words))
 
 
@@ -238,7 +237,7 @@ def _dispatch(argv: list[str], start: Start) -> int:
         from realign.cli.sweep import sweep
 
         debug = args.debug or full_errors()
-        with terminated_by_exception():
+        with raise_on_signals():
             if args.trials is not None:
                 from realign.cli.search import search
 

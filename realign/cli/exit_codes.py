@@ -65,7 +65,8 @@ def described(error: BaseException, debug: bool) -> tuple[str, int]:
     """Return the text to print for an error, and the exit code. For bugs or with `debug`, the text is the traceback."""
     code = exit_code(error)
     if isinstance(error, KeyboardInterrupt):
-        return str(error) or "interrupted", code
+        text = str(error) or "interrupted"
+        return f"error: {text}" if code == ExitCode.transient else text, code
     message = user_message(error) if isinstance(error, Exception) and not debug else None
     if message is None:
         return "".join(traceback.format_exception(error)).rstrip(), code

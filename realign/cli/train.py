@@ -22,7 +22,7 @@ from realign.cli.exit_codes import described, exit_code, guarded
 from realign.config.errors import ConfigError
 from realign.errors import ExitCode, TransientError
 from realign.own_files import OwnFiles, make_folder, replace_text
-from realign.signals import terminated_by_exception
+from realign.signals import raise_on_signals
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from realign.config import ExperimentConfig
     from realign.config.composition import Composed
     from realign.runtime import Experiment
-    from realign.runtime.processes.rendezvous import Meeting
+    from realign.runtime.processes.rendezvous import Rendezvous
 
 Start: TypeAlias = "Callable[[ExperimentConfig, Experiment, Callable[[], None]], int]"
 """Function that runs the experiment built from a config, and returns the exit code. The last argument is called when
@@ -52,7 +52,7 @@ def train(args: argparse.Namespace, words: list[str], start: Start) -> int:
         return 0
     config = composed.resolve()
     experiment = build(config)
-    with terminated_by_exception():
+    with raise_on_signals():
         return start(config, experiment, partial(_recorded, composed, config.output_dir))
 
 
@@ -142,9 +142,9 @@ def run_alone(
     """
     from realign.records.checkpoint.last_failure import record_end, recorder
     from realign.runtime import run
-    from realign.runtime.processes.watchdog import watchdog_for
+    from realign.runtime.processes.watchdog import watch_for
 
-    watch = watchdog_for(experiment.runtime)
+    watch = watch_for(experiment.runtime)
     watch.record = recorder(experiment.output_dir, secrets.token_hex(8))
     begin = _beginning(experiment, checked, shown)
     try:
@@ -160,7 +160,7 @@ def is_one_of_many() -> bool:
     return os.environ.get("WORLD_SIZE", "") not in ("", "1")
 
 
-def on_ranks(command: Callable[[Start], int], debug: bool, words: Sequence[str] | None = None) -> int:
+def run_on_ranks(command: Callable[[Start], int], debug: bool, words: Sequence[str] | None = None) -> int:
     """Run one command line on all ranks: rank 0 executes `command`, and the other ranks join the run that it starts.
 
     Returns:
@@ -170,23 +170,22 @@ def on_ranks(command: Callable[[Start], int], debug: bool, words: Sequence[str] 
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from realign.config.composition import config_of
     from realign.ranks import launched
-    from realign.runtime.processes.rendezvous import met
+    from realign.runtime.processes.rendezvous import connect
 
-    meeting: Meeting | None = None
     try:
         if (ranks := launched()).size > 1:
-            with terminated_by_exception(), met(ranks, partial(described, debug=debug)) as meeting:
-                meeting.check_in()
+            with raise_on_signals(), connect(ranks, partial(described, debug=debug)) as rendezvous:
                 if ranks.leader:
-                    return _led(meeting, command, words)
-                _quiet()
-                if plan := meeting.plan():
-                    _take_part(meeting, build(config_of(json.loads(plan))), None)
-                return 0
-    except BaseException as error:
-        if meeting is not None:
-            return meeting.watch.code  # the first rank that failed has reported the reason
-        if isinstance(error, ConfigError | TransientError) and _another_rank_prints(error):
+                    _run_as_leader(rendezvous, command, words)
+                else:
+                    _silence()
+                    if config := rendezvous.broadcast():
+                        _run_together(rendezvous, build(config_of(json.loads(config))), None)
+            return 0
+    except SystemExit as error:  # the first rank that failed has printed why
+        return int(error.code or 0)
+    except (ConfigError, TransientError) as error:
+        if _another_rank_prints(error):
             return exit_code(error)
         raise
     return command(lambda _, experiment, checked: alone(experiment, checked, debug, words))  # no rendezvous address
@@ -200,34 +199,33 @@ def _another_rank_prints(error: Exception) -> bool:
     return os.environ.get("LOCAL_RANK", "0") != "0" and not str(error).startswith("RANK=")
 
 
-def _led(meeting: Meeting, command: Callable[[Start], int], words: Sequence[str] | None) -> int:
+def _run_as_leader(rendezvous: Rendezvous, command: Callable[[Start], int], words: Sequence[str] | None) -> None:
     def start(config: ExperimentConfig, experiment: Experiment, checked: Callable[[], None]) -> int:
-        try:
-            with meeting.watch.telling():
-                meeting.plan(json.dumps(dataclasses.asdict(config)))
-                _take_part(meeting, experiment, checked, words)
-        except Exception:  # `telling` has reported it
-            return meeting.watch.code
+        rendezvous.broadcast(json.dumps(dataclasses.asdict(config)))
+        _run_together(rendezvous, experiment, checked, words)
         return 0
 
     if code := command(start):
-        meeting.watch.leave(code)
-    meeting.plan("")  # if the command started no run, ranks wait for this; after a run, nobody reads it
-    return 0
+        rendezvous.watch.exit_all(code)
+    rendezvous.broadcast()  # if the command started no run, ranks wait for this; after a run, nobody reads it
 
 
-def _take_part(
-    meeting: Meeting, experiment: Experiment, checked: Callable[[], None] | None, words: Sequence[str] | None = None
+def _run_together(
+    rendezvous: Rendezvous,
+    experiment: Experiment,
+    checked: Callable[[], None] | None,
+    words: Sequence[str] | None = None,
 ) -> None:
-    """Take part in a run of several ranks. Only the first rank has `checked`, and shows progress."""
+    """Execute a run on several ranks. Only the first rank has `checked`, and shows progress."""
     from realign.records.checkpoint.last_failure import record_end, recorder
     from realign.runtime import run
 
     shown = None if checked is None else console()
     begin = None if checked is None or shown is None else _beginning(experiment, checked, shown)
-    meeting.watch.record = recorder(experiment.output_dir, meeting.attempt)
-    with meeting.joined(experiment.runtime.call_minutes):
-        run(experiment, console=shown, watch=meeting.watch, command=words, begin=begin)
+    watch = rendezvous.watch
+    watch.record = recorder(experiment.output_dir, rendezvous.attempt)
+    with rendezvous.process_group(experiment.runtime.call_minutes):
+        run(experiment, console=shown, watch=watch, command=words, begin=begin)
     if checked is not None:
         record_end(experiment.output_dir, ExitCode.success)
 
@@ -297,7 +295,7 @@ def console() -> Console:
     return Console()
 
 
-def _quiet() -> None:
+def _silence() -> None:
     """Suppress warnings and progress bars on ranks other than 0, which would repeat those of rank 0."""
     from transformers.utils import logging
 

@@ -26,7 +26,7 @@ from realign.runtime.local import LocalRuntime
 from realign.runtime.output_folder import alone_in, check_output_folder
 from realign.runtime.processes.agreement import check_same_data, check_same_settings
 from realign.runtime.processes.placement import plan_groups
-from realign.runtime.processes.watchdog import Watch, WorkerLost, watchdog_for
+from realign.runtime.processes.watchdog import Watch, WorkerLost, watch_for
 from realign.runtime.resume import Attempts, find_start
 from realign.runtime.run_report import RunReport
 from realign.runtime.runtime_spec import Ray
@@ -99,7 +99,7 @@ def run(
         Interrupted: a signal stopped the run; the message contains the last step.
     """
     experiment = _with_callbacks(experiment, callbacks)
-    ranks, watch, trackers = current(), watch or watchdog_for(experiment.runtime), tuple(trackers)
+    ranks, watch, trackers = current(), watch or watch_for(experiment.runtime), tuple(trackers)
     _check_ranks(experiment, ranks)
     check_same_settings(experiment, ranks)
     ranks.lead(partial(check_output_folder, experiment))
@@ -117,8 +117,8 @@ def run(
         while True:
             try:
                 # each attempt connects to a new cluster: the failure that killed a worker may have killed the cluster
-                # `telling` reports errors before resources are closed
-                with cluster_for(experiment), watch.started(), ExitStack() as stack, watch.telling():
+                # errors are reported before resources are closed
+                with cluster_for(experiment), ExitStack() as stack, watch.report_errors():
                     training = _opened(attempts.experiment, load, ranks, watch, console, trackers, report, stack)
                     attempts.began()
                     return training.run()

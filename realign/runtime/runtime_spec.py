@@ -30,9 +30,9 @@ class RuntimeSpec(Settings, ABC):
     """Base class of runtime settings; `Local` and `Ray` are the choices."""
 
     rpc_timeout_minutes: Positive | None = None
-    """Time limit in minutes of a call of the graph. A run that exceeds it ends with exit code 75, after a report of the
-    call. Starting, loading, evaluating and saving may take longer. null: 30 under torchrun and for workers of Ray; a
-    single process, or the driver of Ray, then only logs the stacks of all threads after 30 minutes and continues."""
+    """Time limit in minutes of a call of the graph. A run that exceeds it ends with exit code 75, and names the call.
+    Starting, loading, evaluating and saving may take longer. null: 30 under torchrun and for workers of Ray; a single
+    process, or the driver of Ray, then only logs a warning after 30 minutes and continues."""
 
     @property
     def call_minutes(self) -> float:

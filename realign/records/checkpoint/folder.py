@@ -243,21 +243,21 @@ def begin(folder: Path, step: int) -> Path:
     return OwnFiles(folder).scratch(folder_name(step))
 
 
-def write_packed(folder: Path, step: int, packed: Packed, begun: UnfinishedCheckpoint | None = None) -> Checkpoint:
-    """Write a packed tree as `write_checkpoint` does, into the temporary folder `begun` if there is one."""
-    if packed.parts and begun is None:
+def write_packed(folder: Path, step: int, packed: Packed, unfinished: UnfinishedCheckpoint | None = None) -> Checkpoint:
+    """Write a packed tree as `write_checkpoint` does, into the temporary folder `unfinished` if there is one."""
+    if packed.parts and unfinished is None:
         raise ValueError(f"{next(iter(packed.parts))}: the tensor is sharded across ranks. Use a CheckpointWriter.")
-    begun = begun or UnfinishedCheckpoint(begin(folder, step), {})
+    unfinished = unfinished or UnfinishedCheckpoint(begin(folder, step), {})
     try:
-        _fill(begun, step, packed)
-        return _publish(begun.folder, folder, step)
+        _fill(unfinished, step, packed)
+        return _publish(unfinished.folder, folder, step)
     except BaseException:
-        remove_scratch(begun.folder)
+        remove_scratch(unfinished.folder)
         raise
 
 
-def _fill(begun: UnfinishedCheckpoint, step: int, packed: Packed) -> None:
-    folder, files = begun.folder, dict(begun.files)
+def _fill(unfinished: UnfinishedCheckpoint, step: int, packed: Packed) -> None:
+    folder, files = unfinished.folder, dict(unfinished.files)
     with HashedFile(folder / TENSORS) as file:
         write_tensors(file.write, packed.tensors, {"format": "pt"})
     files[TENSORS] = file.facts
@@ -267,7 +267,7 @@ def _fill(begun: UnfinishedCheckpoint, step: int, packed: Packed) -> None:
     # the manifest comes last, so a folder that has one has everything else
     with HashedFile(folder / MANIFEST) as file:
         file.write(rendered_manifest({"format": FORMAT, "realign": installed_version(), "step": step, "files": files}))
-    if begun.files:
+    if unfinished.files:
         sync_folder(folder / PARTS)
     sync_folder(folder)
 
@@ -387,11 +387,11 @@ class CheckpointWriter:
         self.close()
         # only rank 0 writes the tensors that are not sharded, so only rank 0 needs a copy that training cannot change
         packed = self._ranks.together(partial(pack, tree, copy=self._ranks.leader))
-        begun = self._write_parts(step, packed.parts) if packed.parts else None
+        unfinished = self._write_parts(step, packed.parts) if packed.parts else None
         if self._ranks.leader:
             # a daemon thread: a run that is interrupted twice exits without waiting for the write
             self._thread = threading.Thread(
-                target=self._store, args=(step, packed, best, begun), name=f"checkpoint-{step}", daemon=True
+                target=self._store, args=(step, packed, best, unfinished), name=f"checkpoint-{step}", daemon=True
             )
             self._thread.start()
         return time.perf_counter() - start
@@ -435,12 +435,12 @@ class CheckpointWriter:
             self._thread.join()
             self._thread = None
 
-    def _store(self, step: int, packed: Packed, best: int | None, begun: UnfinishedCheckpoint | None) -> None:
+    def _store(self, step: int, packed: Packed, best: int | None, unfinished: UnfinishedCheckpoint | None) -> None:
         last = "none"
         try:
             if earlier := [c.step for c in list_checkpoints(self._folder) if c.step <= step]:
                 last = f"step {earlier[-1]}"
-            write_packed(self._folder, step, packed, begun)
+            write_packed(self._folder, step, packed, unfinished)
         except Exception as error:  # training continues without this checkpoint
             self._failures.append(f"{failed_write(step, error)} Last good checkpoint: {last}.")
             return

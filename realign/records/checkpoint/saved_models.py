@@ -153,14 +153,14 @@ class Saves:
 
     def _write(self, name: str, record: Mapping[str, Any] | None = None) -> OSError | TransientError | None:
         """Write the models of all roles and `record` into a new folder, and return the error if that failed."""
-        path, begun = self.folder / name, False
+        path, entered = self.folder / name, False
 
         def fill(folder: Path) -> None:
-            nonlocal begun
+            nonlocal entered
             folder.mkdir()
             # tells the other ranks to enter `write`, which is a collective; if the folder cannot be made, they get
             # False below
-            begun = self.ranks.broadcast(True)
+            entered = self.ranks.broadcast(True)
             self.write(folder)
             if record is not None:
                 replace_text(folder / f"{name}.json", json.dumps(record) + "\n")
@@ -173,7 +173,7 @@ class Saves:
                 self.write(path)
         except (OSError, TransientError) as error:
             problem = error
-            if self.ranks.leader and not begun:
+            if self.ranks.leader and not entered:
                 self.ranks.broadcast(False)
         return self.ranks.broadcast(problem)
 

@@ -2,7 +2,7 @@
 
 The ranks connect to the launcher's store, a small key-value server, before they load anything. From then on, a failure
 of one rank ends all ranks (`realign.runtime.processes.watchdog`). Rank 0 waits for all ranks, compares their
-versions, and publishes the plan of the run. When the time limit of calls is known, the ranks join torch's default
+versions, and sends the config of the run. When the time limit of calls is known, the ranks join torch's default
 process group.
 """
 
@@ -37,8 +37,8 @@ MARGIN = timedelta(minutes=1)
 """Added to the time limit of a call to get the timeout of collectives, so that the watchdog reports first."""
 GONE = timedelta(seconds=30)
 """Time that rank 0 waits for the other ranks to leave."""
-PLAN = "plan"
-"""Key of the store: the plan of rank 0."""
+TEXT = "text"
+"""Key of the store: the text that rank 0 sends, see `Rendezvous.broadcast`."""
 ATTEMPT = "attempt"
 """Key of the store: a random id of this attempt of the run, the same on all ranks."""
 NEARBY = timedelta(seconds=60)
@@ -50,28 +50,28 @@ ANSWER_S = 10.0
 """Timeout of one connection attempt, in seconds."""
 
 
-class Meeting:
+class Rendezvous:
     """The ranks of a run that are connected to the store, but not to a process group.
 
     Attributes:
-        watch: Watchdog of this rank.
+        watch: Watch of this rank.
         attempt: Random id of this attempt of the run, the same on all ranks.
     """
 
     def __init__(self, ranks: Ranks, describe: Describe) -> None:
         self.ranks = ranks
-        store = _connected(ranks)
+        store = _open_store(ranks)
         # with --max-restarts, the launcher's store still contains the keys of earlier attempts
         prefix = f"realign/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         self._store = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
         own = dist.PrefixStore(prefix, store.clone())  # type: ignore[attr-defined]
         self.watch = RankWatch(ranks, own, describe)
-        # differs between two processes that were started with the same rank, which `check_in` finds by it
+        # differs between two processes that were started with the same rank, which `compare_versions` notices by it
         self._token = secrets.token_hex(8)
         # whoever comes first sets the id of the attempt, and all others read it
         self.attempt = self._store.compare_set(ATTEMPT, "", self._token).decode()
 
-    def check_in(self) -> None:
+    def compare_versions(self) -> None:
         """Publish the versions of this process. Rank 0 waits for the versions of all ranks, and compares them.
 
         Raises:
@@ -79,21 +79,20 @@ class Meeting:
             TransientError: A rank did not connect within `START`.
         """
         mine = json.dumps([self._token, {**software(), "WORLD_SIZE": str(self.ranks.size)}])
-        if self._store.compare_set(self._present(self.ranks.rank), "", mine).decode() != mine:
+        if self._store.compare_set(f"versions/{self.ranks.rank}", "", mine).decode() != mine:
             raise ConfigError(
                 f"RANK={self.ranks.rank}: another process has the same rank. Start the ranks with torchrun."
             )
         if self.ranks.leader:
-            self._wait_for_all()
-            check_same(
-                by_rank([json.loads(self._store.get(self._present(rank)))[1] for rank in range(self.ranks.size)])
-            )
+            self._wait_for_versions()
+            versions = [json.loads(self._store.get(f"versions/{rank}"))[1] for rank in range(self.ranks.size)]
+            check_same(by_rank(versions))
 
-    def _wait_for_all(self) -> None:
+    def _wait_for_versions(self) -> None:
         # polls instead of `store.wait`, which neither a signal nor the end of another rank could interrupt
         absent, wait = list(range(self.ranks.size)), _Wait(self.ranks)
-        while absent := [rank for rank in absent if not self._store.check([self._present(rank)])]:
-            self.watch.leave_if_ended()
+        while absent := [rank for rank in absent if not self._store.check([f"versions/{rank}"])]:
+            self.watch.exit_if_ended()
             names = f"rank {', '.join(map(str, absent))} of {self.ranks.size}"
             if wait.is_over(names):
                 raise TransientError(
@@ -101,34 +100,29 @@ class Meeting:
                     f"these ranks, and restart the run with resume=auto. {wait.cure}"
                 )
 
-    @staticmethod
-    def _present(rank: int) -> str:
-        """Return the key of the store under which a rank publishes its versions."""
-        return f"present/{rank}"
-
-    def plan(self, text: str | None = None) -> str:
-        """Publish the plan on rank 0, or wait for it on the other ranks without a timeout.
+    def broadcast(self, text: str = "") -> str:
+        """Return the text of rank 0, for which the other ranks wait without a timeout.
 
         Raises:
             SystemExit: A rank exited before.
             TransientError: Rank 0 was lost.
         """
-        if text is not None:
-            self._store.set(PLAN, text)
+        if self.ranks.leader:
+            self._store.set(TEXT, text)
             return text
         try:
-            while not self._store.check([PLAN]):
-                self.watch.leave_if_ended()
+            while not self._store.check([TEXT]):
+                self.watch.exit_if_ended()
                 time.sleep(ASK_S)
-            return self._store.get(PLAN).decode()
+            return self._store.get(TEXT).decode()
         except RuntimeError as error:  # rank 0 hosted the store, and has left
-            self.watch.leave_if_ended()
+            self.watch.exit_if_ended()
             raise TransientError(
                 f"rank {self.ranks.rank} of {self.ranks.size} lost rank 0 before the run started ({error}). Restart "
                 "the run with resume=auto."
             ) from error
 
-    def part(self) -> None:
+    def disconnect(self) -> None:
         """Leave the store. Rank 0 leaves last, because it may host the store."""
         if not self.ranks.leader:
             self._store.set(f"left/{self.ranks.rank}", "")
@@ -137,7 +131,7 @@ class Meeting:
             self._store.wait([f"left/{rank}" for rank in range(1, self.ranks.size)], GONE)
 
     @contextmanager
-    def joined(self, minutes: float) -> Iterator[None]:
+    def process_group(self, minutes: float) -> Iterator[None]:
         """Join torch's default process group inside this context.
 
         The backend is gloo, plus NCCL for CUDA tensors if there are CUDA devices. Each rank then selects the CUDA
@@ -155,8 +149,7 @@ class Meeting:
             _backend(), store=store, rank=self.ranks.rank, world_size=self.ranks.size, timeout=timeout
         )
         try:
-            # the watchdog's thread already runs, and uses these limits from now on
-            self.watch.report_s = self.watch.limit_s = 60 * minutes
+            self.watch.minutes = minutes
             yield
             self.ranks.barrier()  # a failure at the very end still ends all ranks
         finally:
@@ -164,23 +157,28 @@ class Meeting:
 
 
 @contextmanager
-def met(ranks: Ranks, describe: Describe) -> Iterator[Meeting]:
-    """Connect the `launched` ranks inside this context; an error of one rank ends all of them.
-
-    The caller calls `Meeting.check_in` first, inside the context.
+def connect(ranks: Ranks, describe: Describe) -> Iterator[Rendezvous]:
+    """Connect the `launched` ranks inside this context, and compare their versions; an error of one rank ends all.
 
     Args:
         ranks: Result of `launched`.
         describe: Formats an error. Only the first rank that fails prints it.
+
+    Raises:
+        SystemExit: A rank failed inside of the context, and has printed why.
     """
-    meeting = Meeting(ranks, describe)
-    with meeting.watch, meeting.watch.telling():
-        yield meeting
+    rendezvous = Rendezvous(ranks, describe)
+    try:
+        with rendezvous.watch, rendezvous.watch.report_errors():
+            rendezvous.compare_versions()
+            yield rendezvous
+    except BaseException as error:
+        raise SystemExit(rendezvous.watch.code) from error
     # not after an error: then `RankWatch.__exit__` has waited for the other ranks
-    meeting.part()
+    rendezvous.disconnect()
 
 
-def _connected(ranks: Ranks) -> Store:
+def _open_store(ranks: Ranks) -> Store:
     """Connect to the launcher's store. Without a launcher that hosts a store, rank 0 hosts it."""
     host, port = os.environ["MASTER_ADDR"], _port()
     hosts = ranks.leader and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"

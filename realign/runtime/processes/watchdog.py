@@ -1,10 +1,7 @@
-"""Watchdogs of a run: report operations that take too long, and end a run that hangs or has lost a rank.
-
-A thread checks the duration of the current operations, which `Watch` tracks. It logs the stacks of all threads for an
-operation that takes too long, and writes them to stderr before it ends a run.
+"""Watch the calls of a run: end a run whose call takes too long, and all ranks once one of them fails.
 
 In distributed training, a rank that raises notifies the others through the launcher's store, because they may be
-blocked in a collective. If one rank fails, hangs or is stopped, all ranks exit and one reports the cause.
+blocked in a collective. All ranks exit with the code of the first one that failed, and only that one prints the cause.
 """
 
 from __future__ import annotations
@@ -14,25 +11,48 @@ import logging
 import math
 import os
 import re
-import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeAlias
 
 from realign.console import write_stderr
 from realign.errors import ExitCode, TransientError
 from realign.ranks import Ranks, is_of_another_rank
 from realign.runtime.runtime_spec import RuntimeSpec
+from realign.signals import raise_in_main_thread
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
+
+WORKERS_FIRST_S = 60.0
+"""Seconds that a call with runtime=ray may exceed its limit, since the report of the worker group names the rank."""
+POLL_S = 0.5
+"""Seconds between two looks of a rank into the store."""
+GRACE_S = 10.0
+"""Seconds in which a run ends by itself after a call took too long, or another rank failed. Then the process exits."""
+ANSWER_S = 3.0
+"""Seconds to wait for signs of life of all ranks."""
+ENDED = "ended"
+"""Key of the store: the first rank that exited, and its exit code."""
+LOST = re.compile(r"Connection (closed|reset) by peer|[Rr]emote process exited")
+"""Matches the errors of gloo and NCCL for a lost rank."""
+LATE = re.compile(
+    r"Timed out waiting \d+ ?ms|Timed out after \d+ seconds|[Ww]ait timeout|Socket Timeout|collective operation timeout"
+)
+"""Matches the errors of torch for a rank that did not join a collective in time."""
+
+Record: TypeAlias = Callable[[BaseException, int], None]
+"""Records a failure that ends the run: the error, and the exit code of the process."""
+Describe: TypeAlias = Callable[[BaseException], tuple[str, int]]
+"""Returns the message of an error for the user, and the exit code of the process."""
+
+logger = logging.getLogger(__name__)
 
 
 class WorkerLost(TransientError):
@@ -41,94 +61,6 @@ class WorkerLost(TransientError):
 
 class WorkerHangs(TransientError):
     """A worker process did not complete a call of the graph within the time limit."""
-
-
-# compared by identity: operations are keys, and their data need not be hashable
-@dataclass(frozen=True, eq=False)
-class Operation:
-    """An operation in progress, such as a call of the graph."""
-
-    what: str
-    """Name for messages."""
-    data: object
-    """Input of the operation; None if there is none."""
-    limited: bool
-    """Whether the time limit of calls applies."""
-    since: float
-    """Start time on the monotonic clock, in seconds."""
-
-    @property
-    def seconds(self) -> float:
-        """Seconds since the start."""
-        return time.monotonic() - self.since
-
-    def describe(self, where: str = "") -> str:
-        """Return a human-readable description; `where` is a location in the code."""
-        return f"{self.what} for {self.seconds:.0f} s{where}" + ("" if self.data is None else f" on {self.data!r}")
-
-
-class Watch:
-    """Tracks the current operations of this process. Subclasses also watch their duration."""
-
-    def __init__(self) -> None:
-        # an ordered set; its single operations are atomic, so that other threads need no lock
-        self._operations: dict[Operation, None] = {}
-        self._failed_in: Operation | None = None
-
-    @contextmanager
-    def doing(self, what: str, data: object = None, *, limited: bool = False) -> Iterator[None]:
-        """Mark the context as operation `what` on `data`; `limited` applies the time limit."""
-        operation = Operation(what, data, limited, time.monotonic())
-        self._operations[operation] = None
-        try:
-            yield
-        except BaseException:
-            # the innermost operation sees the error first, and is the one to name
-            self._failed_in = self._failed_in or operation
-            raise
-        finally:
-            del self._operations[operation]
-
-    @contextmanager
-    def telling(self) -> Iterator[None]:
-        """Report errors that leave this context to the other processes of the run."""
-        yield
-
-    @contextmanager
-    def started(self) -> Iterator[None]:
-        """Watch the operations inside this context."""
-        yield
-
-    def operations(self) -> list[Operation]:
-        """Return the operations in progress, in the order of their start; callable from any thread."""
-        return list(self._operations)
-
-
-def stacks() -> str:
-    """Return the Python stacks of all threads of this process, except the calling thread."""
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    texts = []
-    for ident, frame in sys._current_frames().items():
-        if ident != threading.get_ident():
-            lines = "".join(traceback.format_stack(frame))
-            texts.append(f"Thread {names.get(ident, ident)} (most recent call last):\n{lines}")
-    return "\n".join(texts)
-
-
-LOOK_S = 0.5
-"""Polling interval of the thread, in seconds."""
-WORKERS_FIRST_S = 60.0
-"""Seconds that a call with runtime=ray may exceed its limit, since the report of the worker group names the rank."""
-GRACE_S = 10.0
-"""Seconds that the run has to end after the watchdog, or the first rank that exits, ended it. After that, the thread
-terminates the process."""
-END = None if sys.platform == "win32" else signal.SIGVTALRM
-"""Signal that interrupts the main thread of a run that hangs, also in a blocking system call."""
-
-Record: TypeAlias = Callable[[BaseException, int], None]
-"""Records a failure that ends the run: the error, and the exit code of the process."""
-
-logger = logging.getLogger(__name__)
 
 
 class CallTimeout(KeyboardInterrupt):
@@ -143,146 +75,125 @@ class CallTimeout(KeyboardInterrupt):
     exit_code = int(ExitCode.transient)
 
 
-class Watchdog(Watch):
-    """Watches the operations of one process; it runs inside of `started`.
+# compared by identity: operations are keys, and their data need not be hashable
+@dataclass(frozen=True, eq=False)
+class Operation:
+    """An operation in progress, such as a call of the graph."""
 
-    Args:
-        report_s: Seconds after which an operation is reported with the stacks of all threads. The run continues.
-        limit_s: Seconds after which a limited operation ends the run with exit code 75. Infinite disables the limit.
+    what: str
+    """Name for messages."""
+    data: object
+    """Input of the operation; None if there is none."""
+    since: float
+    """Start time on the monotonic clock, in seconds."""
 
-    Attributes:
-        record: Called before the watchdog terminates the process, which then has no other chance to record the failure.
-    """
+    @property
+    def seconds(self) -> float:
+        """Seconds since the start."""
+        return time.monotonic() - self.since
 
-    def __init__(self, report_s: float = math.inf, limit_s: float = math.inf) -> None:
-        super().__init__()
-        self.report_s, self.limit_s = report_s, limit_s
-        self.record: Record = _no_record
-        self._reported: set[Operation] = set()
-        self._over = threading.Event()
-        self._interrupts: int | None = None
-        self._message = ""
-
-    @contextmanager
-    def started(self) -> Iterator[None]:
-        """Watch the operations inside this context, which may be entered again after it has ended."""
-        if min(self.report_s, self.limit_s) == math.inf:
-            yield
-            return
-        self._over.clear()
-        thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
-        with self._interruptible():
-            thread.start()
-            try:
-                yield
-            finally:
-                self._over.set()
-                thread.join(LOOK_S)
-
-    def exceeded(self) -> Operation | None:
-        """Return the first operation that exceeds the time limit."""
-        return next((o for o in self.operations() if o.limited and o.seconds > self.limit_s), None)
-
-    def report_slow(self) -> None:
-        """Report each operation that takes longer than `report_s`, once."""
-        current = self.operations()
-        # forgets operations that have ended, whose data would stay in memory
-        self._reported &= set(current)
-        for operation in current:
-            if operation.seconds > self.report_s and operation not in self._reported:
-                self._reported.add(operation)
-                cure = " Set runtime.rpc_timeout_minutes to end a run whose calls hang."
-                logger.warning(
-                    "%s has not finished. The run continues.%s Stacks of all threads:\n%s",
-                    operation.describe(),
-                    cure if operation.limited and self.limit_s == math.inf else "",
-                    stacks(),
-                )
-
-    def _watch(self) -> None:
-        while not self._over.wait(LOOK_S):
-            if (operation := self.exceeded()) is not None:
-                self._end(operation)
-                return
-            self.report_slow()
-
-    def _end(self, operation: Operation) -> None:
-        """Interrupt the main thread, and terminate the process if that does not end the run."""
-        limit = f"runtime.rpc_timeout_minutes={self.limit_s / 60:g}"
-        self._message = f"{operation.what} exceeded {limit}. Restart the run with resume=auto."
-        report = f"error: {operation.describe()} exceeds {limit}. The run ends. Stacks of all threads:\n{stacks()}\n"
-        write_stderr(report)  # not the log, since the thread that hangs may hold its lock
-        # to the main thread itself: a signal to the process might not interrupt its blocking system call
-        if self._interrupts is not None and END is not None:
-            signal.pthread_kill(self._interrupts, END)
-        if self._over.wait(GRACE_S):
-            return
-        self._recorded(CallTimeout(self._message), ExitCode.transient)
-        # `sys.exit` would end this thread only, and a normal exit could wait for the thread that hangs
-        os._exit(ExitCode.transient)
-
-    def _recorded(self, error: BaseException, code: int) -> None:
-        """Call `record`, whose own failure must not keep the process from ending."""
-        try:
-            self.record(error, code)
-        except Exception as failed:
-            write_stderr(f"warning: the failure of the run was not recorded ({failed!r}).\n")
-
-    @contextmanager
-    def _interruptible(self) -> Iterator[None]:
-        """Let `_end` raise `CallTimeout` in the main thread, if the run is in the main thread."""
-        if END is None or self.limit_s == math.inf or threading.current_thread() is not threading.main_thread():
-            yield
-            return
-
-        def stop(number: int, frame: FrameType | None) -> None:
-            raise CallTimeout(self._message)
-
-        before = signal.signal(END, stop)
-        self._interrupts = threading.get_ident()
-        try:
-            yield
-        finally:
-            self._interrupts = None
-            signal.signal(END, before)
+    def describe(self) -> str:
+        """Return a human-readable description."""
+        return f"{self.what} for {self.seconds:.0f} s" + ("" if self.data is None else f" on {self.data!r}")
 
 
-def _no_record(error: BaseException, code: int) -> None:
+def _record_nothing(error: BaseException, code: int) -> None:
     """Record nothing: the caller of the run did not ask for a record."""
 
 
-def watchdog_for(runtime: RuntimeSpec) -> Watchdog:
-    """Return the watchdog of a run without torchrun. It ends the run only if a time limit is set."""
-    seconds = 60 * runtime.call_minutes + (WORKERS_FIRST_S if runtime.starts_workers else 0)
-    return Watchdog(seconds, math.inf if runtime.rpc_timeout_minutes is None else seconds)
+class Watch:
+    """Tracks the current operations of this process, and acts on calls that take too long.
+
+    Args:
+        minutes: Time limit of a call of the graph.
+        ends: Whether a call that exceeds the limit ends the run with exit code 75. Otherwise it is a warning.
+        extra_s: Seconds after the limit at which it is enforced.
+
+    Attributes:
+        record: Called before the watch terminates the process, which then has no other chance to record the failure.
+    """
+
+    def __init__(self, minutes: float = math.inf, *, ends: bool = True, extra_s: float = 0.0) -> None:
+        self.minutes, self.ends, self.extra_s = minutes, ends, extra_s
+        self.record: Record = _record_nothing
+        # an ordered set; its single operations are atomic, so that other threads need no lock
+        self._operations: dict[Operation, None] = {}
+        self._failed_in: Operation | None = None
+
+    @contextmanager
+    def doing(self, what: str, data: object = None, *, limited: bool = False) -> Iterator[None]:
+        """Mark the context as operation `what` on `data`; `limited` applies the time limit."""
+        operation = Operation(what, data, time.monotonic())
+        timer = threading.Timer(60 * self.minutes + self.extra_s, self._exceed, [operation])
+        timer.daemon = True
+        if limited and self.minutes < math.inf:
+            timer.start()
+        self._operations[operation] = None
+        try:
+            yield
+        except BaseException:
+            # the innermost operation sees the error first, and is the one to name
+            self._failed_in = self._failed_in or operation
+            raise
+        finally:
+            timer.cancel()
+            del self._operations[operation]
+
+    @contextmanager
+    def report_errors(self) -> Iterator[None]:
+        """Report errors that leave this context to the other processes of the run."""
+        yield
+
+    def operations(self) -> list[Operation]:
+        """Return the operations in progress, in the order of their start; callable from any thread."""
+        return list(self._operations)
+
+    def _exceed(self, operation: Operation) -> None:
+        """End the run, whose main thread then writes a checkpoint, or warn."""
+        if not self.ends:
+            logger.warning(
+                "%s has not finished after %g minutes. The run continues. Set runtime.rpc_timeout_minutes to end a run "
+                "whose calls hang.",
+                operation.what,
+                self.minutes,
+            )
+            return
+        error = CallTimeout(self._timeout_of(operation))
+        raise_in_main_thread(error)
+        time.sleep(GRACE_S)
+        if operation in self._operations:
+            self._exit(error, ExitCode.transient)
+
+    def _timeout_of(self, operation: Operation) -> str:
+        limit = f"runtime.rpc_timeout_minutes={self.minutes:g}"
+        return f"{operation.what} exceeded {limit}. Restart the run with resume=auto."
+
+    def _exit(self, error: BaseException, code: int) -> NoReturn:
+        """Report an error and terminate this process, whose main thread does not end."""
+        write_stderr(f"error: {error}\n")  # not the log, since the thread that hangs may hold its lock
+        try:
+            self.record(error, code)
+        finally:
+            # `sys.exit` would end this thread only, and a normal exit could wait for the thread that hangs
+            os._exit(code)
 
 
-Describe: TypeAlias = Callable[[BaseException], tuple[str, int]]
-"""Returns the message of an error for the user, and the exit code of the process."""
-
-ENDED = "ended"
-"""Key of the store: the first rank that exited, and its exit code."""
-LOST = re.compile(r"Connection (closed|reset) by peer|[Rr]emote process exited")
-"""Matches the errors of gloo and NCCL for a lost rank."""
-LATE = re.compile(
-    r"Timed out waiting \d+ ?ms|Timed out after \d+ seconds|[Ww]ait timeout|Socket Timeout|collective operation timeout"
-)
-"""Matches the errors of torch for a rank that did not join a collective in time."""
-ANSWER_S = 3.0
-"""Seconds to wait for the state reports of all ranks when one hangs."""
+def watch_for(runtime: RuntimeSpec) -> Watch:
+    """Return the watch of a run without torchrun. It ends the run only if a time limit is set."""
+    ends = runtime.rpc_timeout_minutes is not None
+    return Watch(runtime.call_minutes, ends=ends, extra_s=WORKERS_FIRST_S if runtime.starts_workers else 0.0)
 
 
-class RankWatch(Watchdog):
-    """The watchdog of one rank in distributed training; it starts with `__enter__`.
+class RankWatch(Watch):
+    """The watch of one rank in distributed training; it starts with `__enter__`.
 
     Args:
         ranks: This rank and the number of ranks.
-        store: Store that all ranks share. The watchdog needs a separate connection, because its thread polls the store.
+        store: Store that all ranks share. The watch needs a separate connection, because its thread polls the store.
         describe: See `Describe`.
 
     Attributes:
         code: Exit code of this process, set when a rank fails.
-        limit_s: Time limit of a limited operation, in seconds.
         record: Called on the first rank that fails, before the other ranks end. Without a connection to the store,
             ranks cannot agree on the first one, and each of them calls it.
     """
@@ -291,12 +202,11 @@ class RankWatch(Watchdog):
         super().__init__()
         self.code = 0
         self._ranks, self._store, self._describe = ranks, store, describe
-        self._told = False
-        self._ended = threading.Event()
-        self._main = threading.get_ident()
+        self._reported = False
+        self._over, self._ended = threading.Event(), threading.Event()
         # a store that no longer answers must not hold up the end of this rank for `rendezvous.START`
         store.set_timeout(timedelta(seconds=GRACE_S))
-        self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
+        self._thread = threading.Thread(target=self._poll, name="watch", daemon=True)
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -305,99 +215,88 @@ class RankWatch(Watchdog):
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
         """Stop watching. After an error, rank 0 first waits for the others, because it may host the store."""
         if kind is not None and self._ranks.leader:
-            self._wait_for_states()
-            time.sleep(LOOK_S)  # wait until they no longer use the store
+            with suppress(Exception):  # the store is gone
+                self._silent_ranks()
+            time.sleep(POLL_S)  # wait until they no longer use the store
         self._over.set()
-        self._thread.join(LOOK_S)
+        self._thread.join(POLL_S)
 
     @contextmanager
-    def started(self) -> Iterator[None]:
-        """Do nothing: `__enter__` has started the watchdog."""
-        yield
-
-    @contextmanager
-    def telling(self) -> Iterator[None]:
+    def report_errors(self) -> Iterator[None]:
         """On an error, end all ranks. Print the error if this rank is the first that failed."""
         try:
             yield
         except BaseException as error:
-            # `met` and `run` both enter this context for one error
-            if not self._told:
-                self._told = True
-                self._tell(error)
+            # `connect` and `run` both enter this context for one error
+            if not self._reported:
+                self._reported = True
+                self._report(error)
             raise
 
-    def leave(self, code: int) -> NoReturn:
+    def exit_all(self, code: int) -> NoReturn:
         """Exit with `code`, whose reason has already been reported, and make the other ranks exit too."""
-        self._told = True
-        self.end(code)
+        self._reported = True
+        self._claim_end(code)
         raise SystemExit(self.code)
 
-    def leave_if_ended(self) -> None:
+    def exit_if_ended(self) -> None:
         """Raise SystemExit if a rank has exited."""
         if self._ended.is_set():
-            self._told = True
+            self._reported = True
             raise SystemExit(self.code)
 
-    def _tell(self, error: BaseException) -> None:
+    def _report(self, error: BaseException) -> None:
         if is_of_another_rank(error):
             # the rank that failed is about to print the error itself
             self._ended.wait(GRACE_S)
         if self._ended.is_set():  # another rank failed first, which may be the reason for this error
             return
-        failure = self._classified(error)
+        failure = self._classify(error)
         text, self.code = self._describe(failure)
         with suppress(Exception):  # the store is gone
-            if self.end(self.code) != self._ranks.rank:
-                # still answer the first rank, which may be waiting for all states to find a killed rank
-                self._report_state()
+            if self._claim_end(self.code) != self._ranks.rank:
+                self._answer()
                 return
             # a launcher that finds a killed rank sends SIGTERM to the others: then the loss is the news, not the signal
-            if isinstance(error, KeyboardInterrupt) and (lost := self._missing()):
-                text, self.code = self._describe(failure := self._loss_of(lost))
+            if isinstance(error, KeyboardInterrupt) and (silent := self._silent_ranks()):
+                failure = TransientError(
+                    f"rank {', '.join(map(str, silent))} of {self._ranks.size} was killed, or its machine failed. "
+                    "Restart the run with resume=auto."
+                )
+                text, self.code = self._describe(failure)
                 self._store.set(ENDED, self._claim(self.code))
         if "\n" in text.rstrip():
             where = "" if self._failed_in is None else f", in {self._failed_in.describe()}"
             text = f"rank {self._ranks.rank} of {self._ranks.size} failed first{where}\n{text}"
         sys.stderr.write(f"{text.rstrip()}\n")
         sys.stderr.flush()
-        self._recorded(failure, self.code)
+        self.record(failure, self.code)
 
-    def _missing(self) -> list[int]:
-        """Return the ranks that do not report their state, although the store tells them that the run ends.
-
-        A launcher sends SIGTERM to the ranks that are left when it finds that one was killed.
-        """
-        self._report_state()
-        self._wait_for_states()
-        return [rank for rank, key in enumerate(self._states()) if not self._store.check([key])]
-
-    def _loss_of(self, ranks: list[int]) -> TransientError:
-        names = ", ".join(map(str, ranks))
-        return TransientError(
-            f"rank {names} of {self._ranks.size} was killed, or its machine failed. Restart the run with resume=auto."
-        )
-
-    def _where(self) -> str:
-        """Return the operation that failed, without its data, for a message in one line."""
-        return f", in {self._failed_in.what}" if self._failed_in is not None else ""
-
-    def _classified(self, error: BaseException) -> BaseException:
+    def _classify(self, error: BaseException) -> BaseException:
         """Return a `TransientError` for an error of torch that another rank caused, and any other error unchanged."""
         if not isinstance(error, RuntimeError) or is_of_another_rank(error):
             return error
-        own = f"rank {self._ranks.rank} of {self._ranks.size}"
+        where = f", in {self._failed_in.what}" if self._failed_in is not None else ""
         if LOST.search(str(error)):
-            message = f"{own} lost another rank, which was killed or whose machine failed{self._where()}."
+            message = f"lost another rank, which was killed or whose machine failed{where}."
         elif LATE.search(str(error)):
-            message = f"{own} waited too long for another rank{self._where()} ({str(error).splitlines()[0]})."
+            message = f"waited too long for another rank{where} ({str(error).splitlines()[0]})."
         else:
             return error
-        lost_rank = TransientError(f"{message} Restart the run with resume=auto.")
+        own = f"rank {self._ranks.rank} of {self._ranks.size}"
+        lost_rank = TransientError(f"{own} {message} Restart the run with resume=auto.")
         lost_rank.__cause__ = error
         return lost_rank
 
-    def end(self, code: int) -> int:
+    def _exceed(self, operation: Operation) -> None:
+        """Let `_poll` end all ranks, whose main threads may be blocked in a collective."""
+        with suppress(Exception):  # the store is gone, which `_poll` reports
+            if self._claim_end(ExitCode.transient) == self._ranks.rank:
+                error = TransientError(f"rank {self._ranks.rank} of {self._ranks.size}: {self._timeout_of(operation)}")
+                write_stderr(f"error: {error}\n")
+                self.record(error, self.code)
+
+    def _claim_end(self, code: int) -> int:
         """Claim to be the first rank that exits. Return the rank that was first, and adopt its exit code."""
         # an expected value of "" writes only if the key does not exist; the answer is what is there now
         ended: dict[str, Any] = json.loads(self._store.compare_set(ENDED, "", self._claim(code)))
@@ -407,19 +306,16 @@ class RankWatch(Watchdog):
     def _claim(self, code: int) -> str:
         return json.dumps({"rank": self._ranks.rank, "code": code})
 
-    def _watch(self) -> None:
+    def _poll(self) -> None:
+        """Wait until a rank has exited or the store is gone, and terminate this process if it does not end then."""
         gone = ""
         try:
             while not self._store.check([ENDED]):
-                if (operation := self.exceeded()) is not None:
-                    self._hang(operation)
-                    break
-                self.report_slow()
-                if self._over.wait(LOOK_S):
+                if self._over.wait(POLL_S):
                     return
-            self.end(ExitCode.transient)
+            self._claim_end(ExitCode.transient)
             self._ended.set()
-            self._report_state()
+            self._answer()
         except Exception as error:  # the process that hosts the store is gone: the launcher of all ranks
             first = str(error).partition("\n")[0]
             gone = f"rank {self._ranks.rank} lost the launcher ({first}). Restart the run with resume=auto."
@@ -427,41 +323,20 @@ class RankWatch(Watchdog):
         if self._over.wait(GRACE_S):
             return
         if gone:
-            self._recorded(TransientError(gone), self.code)
-            write_stderr(f"error: {gone}\n")
+            self._exit(TransientError(gone), self.code)
         os._exit(self.code)
 
-    def _states(self) -> list[str]:
-        """Return the keys of the store under which the ranks report their state."""
-        return [f"doing/{rank}" for rank in range(self._ranks.size)]
+    def _answer(self) -> None:
+        """Tell the other ranks that this one knows of the end, and is alive."""
+        self._store.set(f"alive/{self._ranks.rank}", "")
 
-    def _report_state(self) -> None:
-        self._store.set(self._states()[self._ranks.rank], self._state())
-
-    def _wait_for_states(self) -> None:
-        """Wait until the other ranks have reported their state. Poll, because the store can wait for one key only."""
+    def _silent_ranks(self) -> list[int]:
+        """Return the ranks that do not answer, although the store tells them that the run ends."""
         until = time.monotonic() + ANSWER_S
-        others = [key for rank, key in enumerate(self._states()) if rank != self._ranks.rank]
-        with suppress(Exception):
-            while not self._store.check(others) and time.monotonic() < until:
-                time.sleep(0.1)
-
-    def _state(self) -> str:
-        """Return the current operation of this rank and the code location of its main thread."""
-        doing = next(reversed(self.operations()), self._failed_in)
-        frame = sys._current_frames().get(self._main)
-        where = f" in {frame.f_code.co_qualname} ({frame.f_code.co_filename}:{frame.f_lineno})" if frame else ""
-        return f"between two calls{where}" if doing is None else doing.describe(where)
-
-    def _hang(self, operation: Operation) -> None:
-        """End all ranks, and print the current operation of each rank."""
-        if self.end(ExitCode.transient) != self._ranks.rank:
-            return
-        limit = f"{operation.what} exceeds runtime.rpc_timeout_minutes={self.limit_s / 60:g}."
-        self._recorded(TransientError(f"{limit} Restart the run with resume=auto."), ExitCode.transient)
-        keys = self._states()
-        self._report_state()
-        self._wait_for_states()
-        states = [self._store.get(key).decode() if self._store.check([key]) else "no answer" for key in keys]
-        lines = [f"rank {rank}: {state}" for rank, state in enumerate(states)]
-        write_stderr("\n".join([f"error: {limit} The run ends.", *lines, ""]))
+        silent = [rank for rank in range(self._ranks.size) if rank != self._ranks.rank]
+        # polls, because the store can wait for one key only
+        while silent := [rank for rank in silent if not self._store.check([f"alive/{rank}"])]:
+            if time.monotonic() > until:
+                break
+            time.sleep(0.1)
+        return silent

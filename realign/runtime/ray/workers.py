@@ -95,7 +95,7 @@ class Reply:
 class RayWorker:
     """One rank of a group, in a separate process.
 
-    Every method except `pid`, `software` and `meeting_point` returns a `Reply`.
+    Every method except `pid`, `software` and `rendezvous_address` returns a `Reply`.
     """
 
     def __init__(self, rank: int, size: int, setup: Setup) -> None:
@@ -120,7 +120,7 @@ class RayWorker:
         """Return the versions of this process; see `agreement.software`."""
         return software()
 
-    def meeting_point(self) -> tuple[str, int]:
+    def rendezvous_address(self) -> tuple[str, int]:
         """Return host and port for the rendezvous of the group's ranks; called on rank 0."""
         address = ray.util.get_node_ip_address()
         with socket.socket() as probe:
@@ -304,7 +304,7 @@ class WorkerGroup:
         workers = {self._workers_of(f"worker {rank}", None): facts for rank, facts in enumerate(versions)}
         check_same({"the driver": software(), **workers})
         if len(self) > 1 and self._alone:
-            point = self._gathered([self._workers[0].meeting_point.remote()], "start")[0]
+            point = self._gathered([self._workers[0].rendezvous_address.remote()], "start")[0]
             self._values([worker.join.remote(point, self._limit_s / 60) for worker in self._workers], "join")
 
     def load(self, specs: Mapping[str, Any], seed: int) -> dict[str, list[Loaded]]:

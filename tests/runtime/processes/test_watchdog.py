@@ -1,4 +1,4 @@
-"""Test the operations of a run, and the watchdog of a run in one process."""
+"""Test the operations of a run, time limits of calls, and two ranks that share a store in one process."""
 
 from __future__ import annotations
 
@@ -10,13 +10,30 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from torch.distributed import HashStore
 
+from realign.errors import TransientError
+from realign.ranks import Ranks
+from realign.records.checkpoint.folder import list_checkpoints
+from realign.runtime import run
 from realign.runtime.processes import watchdog
-from realign.runtime.processes.watchdog import CallTimeout, Watch, Watchdog, stacks, watchdog_for
+from realign.runtime.processes.watchdog import CallTimeout, RankWatch, Watch, watch_for
 from realign.runtime.runtime_spec import Local, Ray
+from realign.signals import Interrupted
+from tests.toys import CountToken, experiment
+
+CHECKOUT = Path(watchdog.__file__).parents[3]
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_operations_are_listed_while_they_run_in_any_thread():
@@ -31,10 +48,7 @@ def test_operations_are_listed_while_they_run_in_any_thread():
     with watch.doing("call 'reward_inf'", [5]):
         thread.start()
         entered.wait()
-        assert [(o.what, o.data, o.limited) for o in watch.operations()] == [
-            ("call 'reward_inf'", [5], False),
-            ("call 'ref_inf'", None, True),
-        ]
+        assert [(o.what, o.data) for o in watch.operations()] == [("call 'reward_inf'", [5]), ("call 'ref_inf'", None)]
     leave.set()
     thread.join()
     assert watch.operations() == []
@@ -42,149 +56,228 @@ def test_operations_are_listed_while_they_run_in_any_thread():
 
 def test_an_error_passes_through_and_ends_the_operation():
     watch = Watch()
-    with pytest.raises(ZeroDivisionError), watch.started(), watch.telling(), watch.doing("evaluation"):
+    with pytest.raises(ZeroDivisionError), watch.report_errors(), watch.doing("evaluation"):
         1 / 0  # noqa: B018
     assert watch.operations() == []
 
 
-def test_the_stacks_name_each_other_thread_with_file_and_function():
-    entered, leave = threading.Event(), threading.Event()
-
-    def blocked_in_an_environment():
-        entered.set()
-        leave.wait()
-
-    thread = threading.Thread(target=blocked_in_an_environment, name="environment 3")
-    thread.start()
-    entered.wait()
-    found = stacks()
-    leave.set()
-    thread.join()
-    assert "Thread environment 3 (most recent call last):\n" in found
-    assert __file__ in found
-    assert "in blocked_in_an_environment" in found
-    assert "test_the_stacks_name_each_other_thread" not in found
+def test_a_slow_call_without_a_limit_is_a_warning_and_the_run_continues(caplog):
+    watch = Watch(0, ends=False)
+    with watch.doing("evaluation"), watch.doing("call 'actor_gen'", limited=True):
+        wait_for(lambda: caplog.records)
+    assert [record.getMessage() for record in caplog.records] == [
+        "call 'actor_gen' has not finished after 0 minutes. The run continues. Set runtime.rpc_timeout_minutes to end "
+        "a run whose calls hang."
+    ]
 
 
-CHECKOUT = Path(watchdog.__file__).parents[3]
+class Hanging(CountToken):
+    """A reward whose second call blocks in a system call, and suppresses all exceptions."""
+
+    calls = 0
+
+    def inference(self, model, data, mb_spec):
+        self.calls += 1
+        if self.calls == 2:
+            try:
+                time.sleep(1000)
+            except Exception:
+                raise AssertionError("suppressed") from None
+        return super().inference(model, data, mb_spec)
 
 
-@pytest.fixture(autouse=True)
-def fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watchdog, "LOOK_S", 0.01)
+def test_a_call_that_hangs_ends_the_run_with_exit_code_75_and_the_checkpoint_of_the_last_complete_step(tmp_path):
+    watch = Watch(0.05)
+    message = r"call 'reward_inf' exceeded runtime\.rpc_timeout_minutes=0\.05\. Restart the run with resume=auto"
+    before = signal.getsignal(signal.SIGTERM)
+    made = experiment(tmp_path, steps=3)
+    made.interfaces["reward"] = Hanging()
+    with pytest.raises(CallTimeout, match=message) as caught:
+        run(made, watch=watch)
+    assert caught.value.exit_code == 75
+    assert [checkpoint.step for checkpoint in list_checkpoints(made.output_dir / "checkpoints")] == [1]
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
-def reports(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.name == watchdog.__name__]
-
-
-def test_a_slow_operation_is_reported_once_with_the_stacks_and_the_run_continues(caplog):
-    dog = Watchdog(report_s=0)
-    with dog.doing("call 'actor_gen'", "4 prompts", limited=True):
-        dog.report_slow()
-        dog.report_slow()
-    [text] = reports(caplog)
-    assert re.match(r"call 'actor_gen' for \d+ s on '4 prompts' has not finished\. The run continues\.", text)
-    assert "Set runtime.rpc_timeout_minutes to end a run whose calls hang. Stacks of all threads:" in text
-    with dog.doing("evaluation"):
-        dog.report_slow()
-    assert "Set runtime" not in reports(caplog)[1]  # the limit does not apply to evaluations
-
-
-def test_the_thread_reports_the_stack_of_the_thread_that_hangs(caplog):
-    dog, never = Watchdog(report_s=0), threading.Event()
-    with dog.started(), dog.doing("call 'reward_inf'", limited=True):
-        while not reports(caplog):
-            never.wait(0.01)
-    [text] = reports(caplog)
-    assert "Thread MainThread (most recent call last):" in text
-    assert "in test_the_thread_reports_the_stack_of_the_thread_that_hangs" in text
-
-
-def test_only_a_limited_operation_exceeds_the_limit():
-    dog = Watchdog(limit_s=0)
-    with dog.doing("evaluation"):
-        assert dog.exceeded() is None
-        with dog.doing("call 'actor_train'", limited=True):
-            found = dog.exceeded()
-            assert found is not None
-            assert found.what == "call 'actor_train'"
-    assert dog.exceeded() is None
-
-
-def test_a_call_that_hangs_is_interrupted_with_exit_code_75_and_the_stacks(capfd):
-    dog = Watchdog(limit_s=1000)
-    before = signal.getsignal(watchdog.END)
-    closed = []
-
-    def hangs():
-        try:
-            dog.limit_s = 0
-            time.sleep(1000)  # the signal interrupts a system call
-        except Exception:  # user code may suppress exceptions
-            raise AssertionError("suppressed") from None
-        finally:
-            closed.append(True)
-
-    message = r"call 'x' exceeded runtime\.rpc_timeout_minutes=0"
-    with pytest.raises(CallTimeout, match=message) as caught, dog.started(), dog.doing("call 'x'", limited=True):
-        hangs()
-    assert (caught.value.exit_code, closed) == (75, [True])
-    assert isinstance(caught.value, KeyboardInterrupt)
-    said = capfd.readouterr().err
-    assert re.match(EXCEEDS, said)
-    assert "time.sleep(1000)" in said
-    assert signal.getsignal(watchdog.END) is before
-
-
-EXCEEDS = r"error: call 'x' for \d+ s exceeds runtime\.rpc_timeout_minutes=0\. The run ends\."
 HANGING = """
 import threading
 from realign.runtime.processes import watchdog
-from realign.runtime.processes.watchdog import CallTimeout, Watchdog
+from realign.runtime.processes.watchdog import CallTimeout, Watch
+from realign.signals import raise_on_signals
 
-watchdog.LOOK_S, watchdog.GRACE_S = 0.01, 0.1
-dog = Watchdog(limit_s=0)
-dog.record = lambda error, code: print(code, error)
-with dog.started(), dog.doing("call 'x'", limited=True):
+watchdog.GRACE_S = 0.1
+watch = Watch(0.005)
+watch.record = lambda error, code: print(code, error)
+with raise_on_signals(), watch.doing("call 'x'", limited=True):
     while True:
         try:
             threading.Event().wait()
         except CallTimeout:
-            pass
+            print("suppressed")
 """
 
 
 def test_a_process_that_does_not_end_is_recorded_and_terminated_with_exit_code_75():
     environment = {**os.environ, "PYTHONPATH": str(CHECKOUT), "PYTHONUNBUFFERED": "1"}
-    done = subprocess.run([sys.executable, "-c", HANGING], env=environment, capture_output=True, text=True)
-    assert done.returncode == 75
-    assert re.match(EXCEEDS, done.stderr)
-    assert done.stdout == "75 call 'x' exceeded runtime.rpc_timeout_minutes=0. Restart the run with resume=auto.\n"
-
-
-def test_a_run_that_ends_in_time_leaves_no_thread_and_no_report(capfd, caplog):
-    dog = Watchdog(report_s=1000, limit_s=1000)
-    before = set(threading.enumerate())
-    for _ in range(2):  # a run that recovers starts it again
-        with dog.started(), dog.doing("call 'x'", limited=True):
-            started = set(threading.enumerate()) - before
-            assert "watchdog" in {thread.name for thread in started}
-        (thread,) = (thread for thread in started if thread.name == "watchdog")
-        thread.join(60)  # the run waits half a second for it, which a busy machine can exceed
-        assert not thread.is_alive()
-    assert (capfd.readouterr().err, reports(caplog)) == ("", [])
+    done = subprocess.run([sys.executable, "-c", HANGING], env=environment, capture_output=True, text=True, check=False)
+    said = "call 'x' exceeded runtime.rpc_timeout_minutes=0.005. Restart the run with resume=auto.\n"
+    assert (done.returncode, done.stderr, done.stdout) == (75, f"error: {said}", f"suppressed\n75 {said}")
 
 
 @pytest.mark.parametrize(
-    ("runtime", "seconds"),
+    ("runtime", "expected"),
     [
-        (Local(), (1800, math.inf)),
-        (Local(rpc_timeout_minutes=5), (300, 300)),
-        (Ray(), (1860, math.inf)),
-        (Ray(rpc_timeout_minutes=5), (360, 360)),
+        (Local(), (30, False, 0)),
+        (Local(rpc_timeout_minutes=5), (5, True, 0)),
+        (Ray(), (30, False, 60)),
+        (Ray(rpc_timeout_minutes=5), (5, True, 60)),
     ],
 )
-def test_a_run_without_torchrun_ends_only_if_a_limit_is_set(runtime, seconds):
-    dog = watchdog_for(runtime)
-    assert (dog.report_s, dog.limit_s) == seconds
+def test_a_run_without_torchrun_ends_only_if_a_limit_is_set(runtime, expected):
+    watch = watch_for(runtime)
+    assert (watch.minutes, watch.ends, watch.extra_s) == expected
+    assert Watch().minutes == math.inf
+
+
+def describe(error: BaseException) -> tuple[str, int]:
+    if isinstance(error, Interrupted):
+        return str(error), error.exit_code
+    if isinstance(error, TransientError):
+        return f"error: {error}", 75
+    return f"Traceback\n{error}", 3
+
+
+@pytest.fixture
+def two(monkeypatch: pytest.MonkeyPatch) -> list[RankWatch]:
+    monkeypatch.setattr(watchdog, "POLL_S", 0.01)
+    monkeypatch.setattr(watchdog, "ANSWER_S", 1.0)
+    store = HashStore()
+    return [RankWatch(Ranks(rank, 2), store, describe) for rank in range(2)]
+
+
+def record(ranks: list[RankWatch]) -> list[tuple[int, str, int]]:
+    """Return a list to which the ranks add rank, error and exit code of each record."""
+    records: list[tuple[int, str, int]] = []
+    for rank, one in enumerate(ranks):
+        one.record = lambda error, code, rank=rank: records.append((rank, str(error), code))
+    return records
+
+
+def test_the_first_error_is_printed_with_its_operation_and_ends_the_other_rank(two, capsys):
+    first, second = two
+    with first, second:
+        with second.doing("loading"):
+            pass
+        with (
+            pytest.raises(ZeroDivisionError),
+            second.report_errors(),
+            second.report_errors(),
+            second.doing("call 'x'", [5]),
+        ):
+            1 / 0  # noqa: B018
+        wait_for(first._ended.is_set)
+        with pytest.raises(SystemExit), first.report_errors():
+            first.exit_if_ended()
+    said = capsys.readouterr().err
+    assert re.fullmatch(
+        r"rank 1 of 2 failed first, in call 'x' for \d+ s on \[5\]\nTraceback\ndivision by zero\n", said
+    )
+    assert (first.code, second.code) == (3, 3)
+
+
+def test_a_rank_whose_connection_breaks_since_the_first_rank_ended_has_its_exit_code_and_prints_nothing(two, capsys):
+    first, second = two
+    records = record(two)
+    with first, second:
+        with pytest.raises(KeyError), first.report_errors():
+            raise KeyError("a bug")
+        wait_for(second._ended.is_set)
+        with pytest.raises(RuntimeError), second.report_errors():
+            raise RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:1416")
+    assert capsys.readouterr().err == "rank 0 of 2 failed first\nTraceback\n'a bug'\n"
+    assert (first.code, second.code) == (3, 3)
+    assert records == [(0, "'a bug'", 3)]
+
+
+def test_a_signal_of_the_launcher_after_a_rank_was_killed_is_reported_as_the_loss_of_that_rank(two, capsys):
+    """torchrun sends SIGTERM to the other ranks. The second rank does not start its watch here."""
+    first = two[0]
+    records = record(two)
+    with first, pytest.raises(Interrupted), first.report_errors():
+        raise Interrupted(signal.SIGTERM)
+    lost = "rank 1 of 2 was killed, or its machine failed. Restart the run with resume=auto."
+    assert capsys.readouterr().err == f"error: {lost}\n"
+    assert (first.code, records) == (75, [(0, lost, 75)])
+
+
+def test_a_signal_that_all_ranks_survive_is_an_interruption(two, capsys):
+    first, second = two
+    with first, second:
+        for rank in two:
+            with pytest.raises(Interrupted), rank.report_errors():
+                raise Interrupted(signal.SIGTERM)
+    assert capsys.readouterr().err == "interrupted\n"
+    assert (first.code, second.code) == (143, 143)
+
+
+def test_an_error_of_another_rank_is_printed_by_that_rank(two, capsys, monkeypatch):
+    first, second = two
+    error = OSError("disk full")
+    monkeypatch.setattr(watchdog, "is_of_another_rank", lambda other: other is error)
+
+    def fail_later():
+        time.sleep(0.1)
+        with pytest.raises(OSError, match="of rank 0"), first.report_errors():
+            raise OSError("of rank 0")
+
+    with first, second:
+        thread = threading.Thread(target=fail_later)
+        thread.start()
+        with pytest.raises(OSError, match="disk full"), second.report_errors():
+            raise error
+        thread.join()
+    assert capsys.readouterr().err == "rank 0 of 2 failed first\nTraceback\nof rank 0\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (
+            "[pair.cc:553] Connection closed by peer [127.0.0.1]:1416",
+            "rank 0 of 2 lost another rank, which was killed or whose machine failed.",
+        ),
+        (
+            "[unbound_buffer.cc:81] Timed out waiting 1000ms for recv operation",
+            "rank 0 of 2 waited too long for another rank ([unbound_buffer.cc:81] Timed out waiting 1000ms for recv "
+            "operation).",
+        ),
+    ],
+)
+def test_a_lost_or_late_rank_is_a_transient_error_in_one_line(two, capsys, error, said):
+    with two[0], pytest.raises(RuntimeError), two[0].report_errors():
+        raise RuntimeError(error)
+    assert capsys.readouterr().err == f"error: {said} Restart the run with resume=auto.\n"
+    assert two[0].code == 75
+
+
+def test_another_runtime_error_of_torch_keeps_its_traceback(two, capsys):
+    with two[0], pytest.raises(RuntimeError), two[0].report_errors():
+        raise RuntimeError("the size of tensor a must match")
+    assert capsys.readouterr().err == "rank 0 of 2 failed first\nTraceback\nthe size of tensor a must match\n"
+
+
+def test_a_call_that_takes_too_long_on_one_rank_ends_all_with_one_line_and_exit_code_75(two, capfd, monkeypatch):
+    ended: list[int] = []
+    monkeypatch.setattr(watchdog, "GRACE_S", 0.01)
+    monkeypatch.setattr(watchdog.os, "_exit", ended.append)
+    first, second = two
+    second.minutes = 0.001
+    records = record(two)
+    first._thread.start()
+    second._thread.start()
+    with first.doing("evaluation"), second.doing("call 'x'", limited=True):
+        wait_for(lambda: len(ended) == 2)
+    error = "rank 1 of 2: call 'x' exceeded runtime.rpc_timeout_minutes=0.001. Restart the run with resume=auto."
+    assert capfd.readouterr().err == f"error: {error}\n"
+    assert ended == [75, 75]
+    assert records == [(1, error, 75)]
