@@ -85,10 +85,6 @@ class Caller:
         self._torch_threads = torch.get_num_threads()  # a new thread would use the default of torch
         self._threads = DaemonThreads()
 
-    def close(self) -> None:
-        """End idle threads."""
-        self._threads.shutdown(wait=False)
-
     def _read(self, session: Session, body: Mapping[str, Any]) -> ApiCall:
         """Read a request and prepare its prompt."""
         parameters = read_parameters(body)

@@ -86,7 +86,6 @@ class Endpoint:
         if self._thread is not None:
             self._thread.join(2 * _END_S)
         self._socket.close()
-        self._caller.close()
 
 
 def check_installed() -> None:

@@ -1,9 +1,9 @@
 """Conversations with environments: load an environment class, run many instances concurrently, encode observations."""
 
-from realign.environments.asker import Answer, Limits, Slots
+from realign.environments.calls import Answer
 from realign.environments.environment_pool import EnvironmentPool, Failures
 from realign.environments.episode import Episode
-from realign.environments.event_loops import EnvironmentFailure
+from realign.environments.event_loops import EnvironmentFailure, Limits, SharedLoop
 from realign.environments.loading import load_environment
 from realign.environments.tools import Tool, Toolbox, function_tool
 from realign.environments.turns import TurnWriter
@@ -15,7 +15,7 @@ __all__ = [
     "Episode",
     "Failures",
     "Limits",
-    "Slots",
+    "SharedLoop",
     "Tool",
     "Toolbox",
     "TurnWriter",

@@ -18,7 +18,7 @@ from functools import partial
 from typing import IO, Any
 
 from realign.api.environment import Environment, Response
-from realign.environments.asker import Step, finite_reward, five_values
+from realign.environments.calls import Step, finite_reward, read_step
 from realign.environments.loading import takes_seed
 from realign.environments.tools import ToolSources
 from realign.environments.turns import shortened
@@ -150,7 +150,7 @@ def read_outcome(roles: Sequence[str], returned: Any, tokens: Callable[[Any], Se
     Raises:
         ValueError: a reward is invalid, or the agent returned the rewards of other roles.
     """
-    step = five_values(returned, tokens)
+    step = read_step(returned, tokens)
     rewards = returned[4].get(_REWARDS, {})
     if not isinstance(rewards, Mapping) or set(rewards) != set(roles):
         expected = f"the key 'rewards' with a reward for each of {', '.join(roles)}" if roles else "one reward"

@@ -14,8 +14,8 @@ from types import TracebackType
 from typing import Any, TypeAlias
 
 from realign.api.environment import Environment, EpisodeFailure, Response
-from realign.environments.asker import Answer, Asker, Limits, Step, begun, five_values
-from realign.environments.event_loops import EnvironmentFailure, LoopBlocked, LoopThread
+from realign.environments.calls import Answer, Step, call_in_time, read_reset, read_step
+from realign.environments.event_loops import EnvironmentFailure, LoopBlocked, LoopThread, SharedLoop
 from realign.environments.loading import takes_seed, waits
 from realign.environments.turns import TurnWriter
 from realign.rewards.pool.pool import present_tally
@@ -40,7 +40,7 @@ class EnvironmentPool:
         name: name of the environment, for messages.
         make: constructs one environment.
         writer: encodes observations as tokens.
-        limits: limits of the calls.
+        shared: the loop of all batches of the environment.
         read: checks the return value of `step`, given a function that encodes observations.
     """
 
@@ -49,19 +49,19 @@ class EnvironmentPool:
         name: str,
         make: Callable[[], Environment],
         writer: TurnWriter,
-        limits: Limits,
-        read: Callable[[Any, Callable[[Any], Sequence[int]]], Step] = five_values,
+        shared: SharedLoop,
+        read: Callable[[Any, Callable[[Any], Sequence[int]]], Step] = read_step,
     ) -> None:
         self.make, self._read = make, read
         self.writer = writer
-        self._name, self._limits = name, limits
+        self._name, self._shared = name, shared
         self._made: dict[int, Any] = {}
         self._lost: set[int] = set()  # episodes whose loop was abandoned
         self._close_logged = False
-        self._loop: LoopThread | None = None  # before the first call, and after a loop was abandoned
-        self._asker: Asker
+        self._thread: LoopThread  # the loop of the environments that are not lost
 
     def __enter__(self) -> EnvironmentPool:
+        self._thread = self._shared.__enter__().thread
         return self
 
     def __exit__(
@@ -73,15 +73,7 @@ class EnvironmentPool:
                 with suppress(TimeoutError):
                     self._run(self._close_all, INTERRUPTED_S if interrupted else math.inf)
         finally:
-            if self._loop is not None:
-                self._close_loop(self._loop, interrupted)
-
-    def _close_loop(self, loop: LoopThread, interrupted: bool) -> None:
-        self._loop = None
-        if loop.close(0.0 if interrupted else self._limits.patience_s) or interrupted:
-            self._limits.slots.abandon(loop.loop)  # an interrupted loop may still hold slots
-        else:
-            self._abandon(loop, loop.abandon())
+            self._shared.__exit__(kind)
 
     def reset(self, starts: Sequence[tuple[Mapping[str, Any], int]]) -> list[Answer]:
         """Call `reset` for the episodes 0, 1, ...; `starts` has the dataset row and the seed of each episode.
@@ -97,6 +89,7 @@ class EnvironmentPool:
 
     def _ask(self, questions: Mapping[int, Question]) -> list[Answer]:
         """Return the answers in order; a question that a blocked loop did not answer gets a failure."""
+        self._follow_loop()
         lost = Answer(None, "its event loop was abandoned because a call blocked it", EpisodeFailure.blocked)
         answers = dict.fromkeys(self._lost, lost)
         asked = {e: question for e, question in questions.items() if e not in self._lost}
@@ -113,30 +106,28 @@ class EnvironmentPool:
 
         if not asked or self._run(gathered):
             return [answers[episode] for episode in questions]
-        limit = f"timeout_s={self._limits.timeout_s:g}"
+        limit = f"timeout_s={self._shared.limits.timeout_s:g}"
         why = f"no answer within {limit}: a call blocked the event loop, which was abandoned"
         missing = Answer(None, why, EpisodeFailure.blocked)
         given = dict(answers)  # a copy: the abandoned loop may continue and still write to `answers`
         return [given.get(episode, missing) for episode in questions]
 
+    def _follow_loop(self) -> None:
+        """Use another loop if this one was abandoned, maybe by another batch."""
+        if (thread := self._shared.thread) is not self._thread:
+            # a copy, since the abandoned loop may still change the dict
+            self._thread, self._lost = thread, self._lost | {*list(self._made)}
+
     def _run(self, work: Callable[[], Coroutine[Any, Any, None]], most_s: float = math.inf) -> bool:
-        """Run a coroutine on the loop. Returns False if a call blocked the loop; the loop is then abandoned."""
-        if self._loop is None:
-            self._loop = LoopThread(self._limits.patience_s)
-            self._asker = Asker(self._name, self._limits, self._loop.pulse)
+        """Run a coroutine on the loop. Returns False if a call blocked the loop, which is then abandoned."""
+        self._follow_loop()
         try:
-            self._loop.run(work, most_s)
-        except LoopBlocked as blocked:
-            loop, self._loop = self._loop, None
-            self._abandon(loop, blocked.stack)
+            self._thread.run(work(), most_s)
+        except LoopBlocked:
+            self._shared.abandon(self._thread)
+            self._follow_loop()
             return False
         return True
-
-    def _abandon(self, loop: LoopThread, stack: str) -> None:
-        # A copy, since the abandoned loop may still change the dict.
-        self._lost.update(list(self._made))
-        self._limits.slots.abandon(loop.loop)
-        self._limits.blocked.add(self._name, self._limits.patience_s, loop, stack)
 
     async def _reset(self, episode: int, row: Mapping[str, Any], seed: int, keep: Keep) -> Answer:
         def begin() -> Any:
@@ -148,13 +139,13 @@ class EnvironmentPool:
 
         # construct sync environments in the thread of `reset`, so that slow constructors do not block the event loop
         how = begin_here if waits(self.make) else begin
-        return await self._asker.ask(how, partial(begun, tokens=self.writer.opening), keep)
+        return await call_in_time(self._thread, self._name, how, partial(read_reset, tokens=self.writer.opening), keep)
 
     async def _step(self, episode: int, response: Response, keep: Keep) -> Answer:
         # a truncated turn has no end token, even if its last token id equals one
         tokens = partial(self.writer.between, sampled=() if response.truncated else response.token_ids)
         step = partial(self._made[episode].step, response)
-        return await self._asker.ask(step, lambda returned: self._read(returned, tokens), keep)
+        return await call_in_time(self._thread, self._name, step, lambda returned: self._read(returned, tokens), keep)
 
     async def _close_all(self) -> None:
         await asyncio.gather(*map(self._close, list(self._made)))
@@ -164,7 +155,7 @@ class EnvironmentPool:
         close = getattr(self._made.pop(episode, None), "close", None)
         if close is None:
             return
-        answer = await self._asker.ask(close, lambda _: Step())
+        answer = await call_in_time(self._thread, self._name, close, lambda _: Step())
         if answer.failure and not self._close_logged:
             self._close_logged = True
             logger.warning(

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from realign.api.environment import Environment, Observation, Response
-from realign.environments.asker import result_of
+from realign.environments.calls import result_of
 from realign.environments.tools import Toolbox, ToolSources
 from realign.errors import ConfigError
 from realign.rewards.pool.functions import load_object

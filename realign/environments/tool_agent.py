@@ -9,7 +9,7 @@ from typing import Any
 import httpx2
 
 from realign.cells import read_column
-from realign.environments.asker import result_of
+from realign.environments.calls import result_of
 from realign.environments.tools import Toolbox
 from realign.errors import ConfigError
 from realign.rewards.pool.binding import Scored, bound

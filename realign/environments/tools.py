@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 from urllib.parse import quote
 
-from realign.environments.asker import result_of
+from realign.environments.calls import result_of
 from realign.errors import ConfigError
 from realign.rewards.pool.functions import load_object
 from realign.rewards.pool.http import AS_IT_IS, limit_answer

@@ -43,9 +43,9 @@ from realign.endpoint.limits import EndpointLimits
 from realign.endpoint.renderer import Renderer
 from realign.endpoint.server import Endpoint, check_installed
 from realign.endpoint.sessions import ServedPolicy, Session, Sessions
-from realign.environments import Answer, EnvironmentPool, Failures, Limits, Slots, TurnWriter
+from realign.environments import Answer, EnvironmentPool, Failures, Limits, SharedLoop, TurnWriter
 from realign.environments.agents import START, load_agent, load_command, read_outcome, task
-from realign.environments.asker import Step
+from realign.environments.calls import Step
 from realign.environments.tools import load_tools
 from realign.errors import SettingsError
 from realign.interfaces.environment import failure_codes, written
@@ -121,7 +121,7 @@ class AgentInterface(ModelInterface):
         if len(set(self.role_names)) < len(self.role_names) or not all(self.role_names):
             raise SettingsError(f"role_names={self.role_names}: must be different names")
         self._make: Callable[[], Environment] | None = None
-        self._limits = Limits(self.timeout_s, Slots(self.concurrency))  # shared by concurrent batches
+        self._loop = SharedLoop(self.name, Limits(self.timeout_s, self.concurrency))
         self._failures = Failures(self.name, self.max_failed_fraction)
         self._lock = threading.Lock()  # guards the attributes below
         self._endpoint: Endpoint | None = None
@@ -218,7 +218,7 @@ class AgentInterface(ModelInterface):
         """Run the agents of all episodes, and return their rewards or failures."""
         writer = TurnWriter(model.tokenizer)  # an agent has no observations
         with EnvironmentPool(
-            self.name, self._opened(), writer, self._limits, partial(read_outcome, self.role_names)
+            self.name, self._opened(), writer, self._loop, partial(read_outcome, self.role_names)
         ) as pool:
             begun = pool.reset(starts)
             able = {k: START for k, answer in enumerate(begun) if answer.step is not None}

@@ -42,7 +42,16 @@ from realign.api.sample import EPISODE, RESPONSE_INDEX, with_response_index
 from realign.api.sampling_mask import SAMPLING_MASK, masks_of, with_masks
 from realign.endpoint.renderer import Renderer
 from realign.endpoint.response_parsing import ParsedResponse, can_parse
-from realign.environments import Answer, EnvironmentPool, Episode, Failures, Limits, Slots, TurnWriter, load_environment
+from realign.environments import (
+    Answer,
+    EnvironmentPool,
+    Episode,
+    Failures,
+    Limits,
+    SharedLoop,
+    TurnWriter,
+    load_environment,
+)
 from realign.environments.loading import load_with_tools
 from realign.environments.tools import load_tools
 from realign.errors import GraphError, SettingsError
@@ -93,7 +102,7 @@ class EnvironmentInterface(ModelInterface):
     each its own."""
     timeout_s: Positive = 30.0
     """Time limit of one environment call in seconds. A coroutine that blocks its event loop for 5 s more fails all
-    unfinished episodes of the batch."""
+    episodes in progress."""
     timeout_reward: Finite | None = None
     """Reward of a turn whose `step` takes longer than `timeout_s` or raises `TimeoutError`, which ends the episode: a
     policy can learn not to hang its tools. null: such an episode has no reward and doesn't train."""
@@ -124,7 +133,7 @@ class EnvironmentInterface(ModelInterface):
                 f"reward.known_answer={self.reward.known_answer}: cannot be checked on episodes. Remove it"
             )
         self._make: Callable[[], Environment] | None = None
-        self._limits = Limits(self.timeout_s, Slots(self.concurrency))  # shared by concurrent batches
+        self._loop = SharedLoop(self.environment, Limits(self.timeout_s, self.concurrency))
         self._failures = Failures(self.environment, self.max_failed_fraction)
         self._renderer: Renderer | None = None
 
@@ -188,7 +197,7 @@ class EnvironmentInterface(ModelInterface):
         starts = [(row, self._seed(model, str(i), j)) for i, _, row in prompts for j in range(n)]
         writer = TurnWriter(model.tokenizer, self.chat, self.role, self.template_options)
         seed = model.call_seed("generate")
-        with EnvironmentPool(self.environment, self._opened(), writer, self._limits) as pool:
+        with EnvironmentPool(self.environment, self._opened(), writer, self._loop) as pool:
             # One rank calls the environments for all: observations must be identical on every rank.
             self._take(episodes, model.lead(partial(pool.reset, starts)))
             for turn in range(self.max_turns):

@@ -2,94 +2,51 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
-import time
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, Future
 
 import pytest
 
-from realign.environments import event_loops
-from realign.environments.event_loops import DaemonThreads
+from realign.environments.event_loops import DaemonThreads, Limits, LoopBlocked, LoopThread
 
 
-def wait_until(condition, seconds: float = 60.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "the condition did not become true"
-        time.sleep(0.005)
-
-
-def idle(threads: DaemonThreads) -> int:
-    return len(threads._idle)
-
-
-def test_a_call_reuses_an_idle_thread():
-    threads = DaemonThreads()
-    first = threads.submit(threading.current_thread).result()
-    wait_until(lambda: idle(threads) == 1)
-    assert threads.submit(threading.current_thread).result() is first
-    assert first.daemon
-    threads.shutdown()
-
-
-def test_any_number_of_calls_run_at_a_time():
+def test_any_number_of_calls_run_at_a_time_in_daemon_threads():
     threads, barrier = DaemonThreads(), threading.Barrier(40)
     calls = [threads.submit(barrier.wait, 60) for _ in range(40)]
     assert sorted(call.result() for call in calls) == list(range(40))
-    wait_until(lambda: idle(threads) == 40)
-    threads.shutdown()
+    assert threads.submit(threading.current_thread).result().daemon
 
 
-def test_an_error_of_a_call_is_its_result_and_its_thread_serves_further_calls():
-    threads = DaemonThreads()
-
+def test_an_error_of_a_call_is_its_result():
     def fail() -> None:
         raise SystemExit("ended")
 
     with pytest.raises(SystemExit, match="ended"):
-        threads.submit(fail).result()
-    assert threads.submit(int, "5").result() == 5
-    threads.shutdown()
+        DaemonThreads().submit(fail).result()
 
 
 def test_a_canceled_call_does_not_run():
-    threads, release, ran = DaemonThreads(), threading.Event(), []
-    running = threads.submit(release.wait, 60)
-    wait_until(running.running)
-    assert not running.cancel()
-    call = threads.submit(ran.append, 1)
+    threads, ran = DaemonThreads(), threading.Event()
+    call: Future[None] = threads.submit(ran.set)
     canceled = call.cancel()  # it may have run already
-    release.set()
-    assert running.result()
-    assert canceled != bool(ran)
+    assert canceled != ran.wait(0 if canceled else 60)
     if canceled:
         with pytest.raises(CancelledError):
             call.result()
-    threads.shutdown()
 
 
-def test_idle_threads_end_after_some_time_and_at_a_shutdown(monkeypatch):
-    threads = DaemonThreads()
-    worker = threads.submit(threading.current_thread).result()
-    wait_until(lambda: idle(threads) == 1)
-    threads.shutdown()
-    worker.join(60)
-    assert not worker.is_alive()
-    monkeypatch.setattr(event_loops, "IDLE_S", 0.01)
-    threads = DaemonThreads()
-    worker = threads.submit(threading.current_thread).result()
-    worker.join(60)
-    assert not worker.is_alive()
-    assert idle(threads) == 0
-    assert threads.submit(int, "5").result() == 5
-    threads.shutdown()
+def test_whoever_waits_for_a_loop_that_another_batch_has_ended_is_told():
+    thread, entered = LoopThread(Limits(timeout_s=60.0, concurrency=1)), threading.Event()
 
+    async def wait() -> None:
+        entered.set()
+        await asyncio.sleep(60)
 
-def test_a_thread_that_works_during_a_shutdown_ends_after_its_call():
-    threads, release = DaemonThreads(), threading.Event()
-    working = threads.submit(lambda: (release.wait(60), threading.current_thread())[1])
-    threads.shutdown()
-    release.set()
-    worker = working.result()
-    worker.join(60)
-    assert not worker.is_alive()
+    def end() -> None:
+        entered.wait()
+        thread.end()
+
+    threading.Thread(target=end).start()
+    with pytest.raises(LoopBlocked):
+        thread.run(wait())

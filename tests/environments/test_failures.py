@@ -13,7 +13,7 @@ from realign.environments import (
     EnvironmentPool,
     Failures,
     Limits,
-    Slots,
+    SharedLoop,
     TurnWriter,
     load_environment,
 )
@@ -31,8 +31,8 @@ def line_of(member: object, text: str) -> int:
 def failures_of(cls: type, row: dict, **arguments: object) -> list[str]:
     """Run two episodes of one turn, and return their failures."""
     make = load_environment(f"{fixtures.__name__}:{cls.__name__}", arguments)
-    limits = Limits(timeout_s=20.0, slots=Slots(4))
-    with EnvironmentPool("mine", make, TurnWriter(tiny_tokenizer()), limits) as environments:
+    loop = SharedLoop("mine", Limits(timeout_s=20.0, concurrency=4))
+    with EnvironmentPool("mine", make, TurnWriter(tiny_tokenizer()), loop) as environments:
         answers = environments.reset([(row, 0)] * 2)
         live = [i for i, answer in enumerate(answers) if answer.step is not None]
         answers += environments.step({i: Response("x", (1,), 0, False) for i in live})

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from realign.api.environment import Response, ToolCall
-from realign.environments import EnvironmentPool, Limits, Slots, TurnWriter, load_environment
+from realign.environments import EnvironmentPool, Limits, SharedLoop, TurnWriter, load_environment
 from realign.environments.loading import load_with_tools, takes_seed
 from realign.environments.tools import load_tools
 from realign.errors import ConfigError
@@ -71,7 +71,7 @@ needs_mcp = pytest.mark.skipif(importlib.util.find_spec("mcp") is None, reason="
 @contextmanager
 def pool(name: str, functions: list[str], servers: list[str], timeout_s: float = 60) -> Iterator[EnvironmentPool]:
     make = load_with_tools(f"{FIXTURES}:{name}", {}, load_tools(functions, servers))
-    with EnvironmentPool(name, make, TurnWriter(tiny_tokenizer()), Limits(timeout_s, Slots(8))) as found:
+    with EnvironmentPool(name, make, TurnWriter(tiny_tokenizer()), SharedLoop(name, Limits(timeout_s, 8))) as found:
         yield found
 
 

@@ -448,7 +448,7 @@ def test_an_episode_may_change_its_row():
 def test_blocked_event_loops_are_counted_over_the_batches_of_a_run(caplog, monkeypatch):
     monkeypatch.setattr(loops, "MOST_BLOCKED", 1)
     interface = settings(f"{FIXTURES}:Blocking", timeout_s=2.0, max_failed_fraction=0.5)
-    interface._limits = replace(interface._limits, grace_s=1.0)
+    interface._loop.limits = replace(interface._loop.limits, grace_s=1.0)
     rows = {name: {"name": name, "how": how} for name, how in (("q", "good"), ("r", "step blocks"))}
     engine = Scripted({"q/0/turn0": "x.", "r/0/turn0": "x."})
     Blocking.release.clear()

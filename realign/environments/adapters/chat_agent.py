@@ -12,7 +12,7 @@ from typing import Any
 
 from realign.api.environment import Response
 from realign.environments.adapters import imported
-from realign.environments.asker import result_of
+from realign.environments.calls import result_of
 from realign.environments.loading import load_environment, takes_seed
 from realign.environments.turns import parted
 
