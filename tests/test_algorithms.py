@@ -23,6 +23,7 @@ from realign.config.words import snake_case
 from realign.demo.arithmetic import prepare
 from realign.interfaces.policy import PolicyInterface
 from realign.runtime import Experiment
+from realign.runtime.checks.parts import check_parts
 from realign.runtime.local import LocalRuntime
 from realign.testing import BigramEngine, random_batch, train_once
 from tests.config_parts import MUST_BE_GIVEN, PREFERENCE
@@ -80,6 +81,7 @@ def resolved(overrides: list[str]) -> tuple[Experiment, dict[str, Any]]:
     """Return the experiment of a command line, and all its values."""
     config = compose(overrides)
     made = build_experiment(config)
+    check_parts(made)
     values = resolved_config(config, made)
     for group, given in (("models", config.models), ("interfaces", config.interfaces)):
         values[group] = {role: values[group][role] for role in given}  # excludes roles that follow from settings

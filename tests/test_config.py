@@ -28,6 +28,7 @@ from realign.config.files import experiments_dir, list_experiments
 from realign.data import DataSpec, PromptData
 from realign.run_settings import RunSettings
 from realign.runtime import DynamicSampling, Experiment
+from realign.runtime.checks.parts import check_parts
 from realign.runtime.experiment import ModelSpec
 from realign.samplers import InProcessSampling
 from realign.settings import Count
@@ -280,7 +281,8 @@ def test_the_settings_of_config_and_experiment_are_those_of_the_run():
     """`RunSettings` describes each setting. What its subclasses declare again is a component, or is listed here."""
     again = {"output_dir", "steps", "batch_prompts", "microbatch", *COMPONENTS}
     described = {field.name for field in dataclasses.fields(RunSettings)}
-    for cls, more in ((ExperimentConfig, {"threads", *REPORT}), (Experiment, set())):
+    known = {"dropped", "idle", "resolved", "sources", "filled_roles"}
+    for cls, more in ((ExperimentConfig, {"threads", *REPORT}), (Experiment, known)):
         assert {field.name for field in dataclasses.fields(cls)} == described | more
         assert cls.__annotations__.keys() <= again | more
     hints = typing.get_type_hints(ExperimentConfig, include_extras=True)
@@ -409,7 +411,7 @@ def test_a_config_dir_with_odd_characters(tmp_path):
 def test_parts_that_do_not_fit_fail_before_anything_is_loaded(folder, monkeypatch, overrides, message):
     monkeypatch.setattr(Bigram, "load", lambda *_, **__: pytest.fail("a model was loaded"))
     with pytest.raises(ConfigError, match=message):
-        build_experiment(compose(["experiment=bigram", *overrides], folder))
+        check_parts(build_experiment(compose(["experiment=bigram", *overrides], folder)))
 
 
 def test_the_sampler_of_a_model_is_set_by_field_or_by_class():

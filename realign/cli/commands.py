@@ -317,6 +317,7 @@ def graph(args: argparse.Namespace, overrides: list[str]) -> int:
     """Run `realign graph`: print the graph, or write it to a file whose extension selects the format."""
     from realign.draw import FORMATS
     from realign.engines.shared_model import shared_roles
+    from realign.runtime.checks.parts import check_parts
 
     endings = {".svg": "svg", ".mmd": "mermaid", ".md": "mermaid", ".txt": "text", "": "text"}
     ending = Path(args.out or "").suffix
@@ -327,6 +328,7 @@ def graph(args: argparse.Namespace, overrides: list[str]) -> int:
         )
     form = args.format or endings[ending]
     experiment = built(overrides, args.config_dir)
+    check_parts(experiment)
     drawn = FORMATS[form](experiment.graph, shared_roles(experiment.models))
     if args.out is None:
         return _say(drawn.rstrip("\n"))

@@ -119,8 +119,9 @@ def translated(tool: str, given: Mapping[str, Any]) -> Imported:
 def _check(overrides: Sequence[str]) -> None:
     """Compose and build, so that the printed command is valid."""
     from realign.config import build_experiment, compose
+    from realign.runtime.checks.parts import check_parts
 
-    build_experiment(compose(prepare(overrides)))
+    check_parts(build_experiment(compose(prepare(overrides))))
 
 
 def _of_file(path: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from realign.api.sampler import ConfiguresSampler
 from realign.engines.shared_model import shared_roles
 from realign.runtime import Experiment
 from realign.runtime.checks.auto_memory import Decision, decide
-from realign.runtime.graph_checks import unread_inputs
+from realign.runtime.checks.parts import unread_inputs
 from realign.runtime.processes.placement import plan_groups
 from realign.text import visible
 

@@ -432,6 +432,7 @@ def _mistake(missing: Sequence[str], config: Any, overrides: Sequence[str]) -> s
     Messages about keys that nobody typed may be about the stand-ins.
     """
     from realign.config.experiment import build_experiment  # imports torch
+    from realign.runtime.checks.parts import check_parts
 
     tree = copy.deepcopy(config)
     for key in missing:
@@ -439,7 +440,7 @@ def _mistake(missing: Sequence[str], config: Any, overrides: Sequence[str]) -> s
         get(tree, tuple(path))[name] = STAND_IN
     typed = {".".join(word.lstrip("+~").partition("=")[0].split(".")[:2]) for word in overrides}
     try:
-        build_experiment(_resolved(tree))
+        check_parts(build_experiment(_resolved(tree)))
     except ConfigError as error:
         text = str(error)
         named = any(text.startswith(key) for key in typed) and not any(text.startswith(key) for key in missing)

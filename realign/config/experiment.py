@@ -136,11 +136,12 @@ def _unknown_below(place: Place, node: Any) -> Iterator[str]:
 
 
 def build_experiment(config: ExperimentConfig) -> Experiment:
-    """Import, construct and check the classes that the config names. Loads no model and no data.
+    """Import and construct the classes that the config names. Loads no model and no data.
+
+    `run` compares the components with each other (`realign.runtime.checks.parts`).
 
     Raises:
-        ConfigError: a component is invalid, or components do not match, such as roles of the graph, temperatures, or an
-            evaluation without a model. The message names the key.
+        ConfigError: a component is invalid. The message names the key.
     """
     idle: list[str] = []
     with _presets_named(config.presets):
@@ -154,8 +155,7 @@ def build_experiment(config: ExperimentConfig) -> Experiment:
                 config = _without(config, error)
                 idle.append(f"{error.key}{error.value and '='}{error.value} ({error.reason.partition('. ')[0]})")
             else:
-                experiment.idle = idle
-                return experiment
+                return dataclasses.replace(experiment, idle=idle)
 
 
 def _overlap(key: str, other: str) -> bool:
@@ -224,10 +224,9 @@ def _build(config: ExperimentConfig) -> Experiment:
         callbacks=_roles(config, "callbacks"),
         runtime=_one(config, "runtime"),
         rollout=_one(config, "rollout"),
+        dropped=list(config.dropped),
     )
-    experiment.dropped = list(config.dropped)
-    experiment.resolved = resolved_config(config, experiment)
-    return experiment
+    return dataclasses.replace(experiment, resolved=resolved_config(config, experiment))
 
 
 def _graph_node(config: ExperimentConfig, interfaces: Mapping[str, ModelInterface]) -> dict[str, Any]:

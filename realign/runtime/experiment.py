@@ -26,7 +26,7 @@ from realign.api import (
 from realign.api.engine import role_of_hidden
 from realign.data import DataSpec
 from realign.data.curriculum import Curriculum
-from realign.engines.shared_model import Share, SharedModel, check_shared
+from realign.engines.shared_model import Share, SharedModel
 from realign.errors import ConfigError, SettingsError
 from realign.models.files.folders import AVERAGED, check_name
 from realign.records.checkpoint.folder import CHECKPOINTS
@@ -34,15 +34,6 @@ from realign.records.metrics.trackers import TrackerSpec
 from realign.run_settings import MicroBatchLimits, RunSettings
 from realign.runtime.evaluation.base import Evaluator
 from realign.runtime.evaluation.calibration import RewardCalibration
-from realign.runtime.graph_checks import (
-    check_calibration,
-    check_dynamic_sampling,
-    check_exact_sampling,
-    check_keys,
-    check_minibatches,
-    check_syncs,
-    check_temperatures,
-)
 from realign.runtime.rollout.dynamic_sampling import DynamicSampling
 from realign.runtime.rollout.spec import RolloutSpec
 from realign.runtime.rollout.spec import Sync as SyncRollout
@@ -96,45 +87,28 @@ class Experiment(RunSettings):
     callbacks: Mapping[str, Callback] = field(default_factory=dict)
     runtime: RuntimeSpec = field(default_factory=Local)
     rollout: RolloutSpec = field(default_factory=SyncRollout)
+    dropped: list[str] = field(default_factory=list, repr=False)
+    """Config keys that a higher layer discarded, with their file."""
+    idle: list[str] = field(default_factory=list, repr=False)
+    """Settings of files that have no effect, with the reason."""
+    resolved: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    """The whole config as plain values; empty without one. Resuming compares it with the checkpoint's config."""
+    sources: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Source code of the functions of a Python session by config key, for run.json."""
+    filled_roles: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Description of each role that the config does not define and that was added with defaults."""
 
     def __post_init__(self) -> None:
+        """Check the fields one by one, and fill in what follows from others; `check_parts` compares them."""
         super().__post_init__()
         self.output_dir = Path(self.output_dir)
-        self.dropped: list[str] = []
-        """Config keys that a higher layer discarded, with their file."""
-        self.idle: list[str] = []
-        """Settings of files that have no effect, with the reason."""
-        self.resolved: Mapping[str, Any] = {}
-        """The whole config as plain values; empty without one. Resuming compares it with the checkpoint's config."""
-        self.sources: Mapping[str, str] = {}
-        """Source code of the functions of a Python session by config key, for run.json."""
         self._check_resume()
-        self._check_saves()
         self._check_names()
+        # What follows may happen again: `dataclasses.replace` then changes nothing but its arguments.
         self.graph = dataclasses.replace(self.graph, sync={**self.graph.sync, **self.sync})
         self.interfaces, self.models, filled = with_default_roles(self.graph, self.interfaces, self.models)
-        self.filled_roles: Mapping[str, str] = filled
-        """Description of each role that the config does not define and that was added with defaults."""
-        self.graph.check_roles({role: type(i) for role, i in self.interfaces.items()}, self.models)
-        for where, evaluation in self.all_evaluations.items():
-            try:
-                evaluation.check(self.graph, self.models)
-            except ConfigError as error:
-                # changed in place, because a new error would lose the class that decides the exit code, and the
-                # traceback
-                error.args = (f"{where}.{error}",)
-                raise
-        check_shared(self.models)
+        self.filled_roles = {**self.filled_roles, **filled}
         self._share_tokenizer()
-        check_syncs(self.graph, self.models, ahead=self.rollout.ahead)
-        check_temperatures(self.temperatures)
-        check_calibration(self.calibration, self.graph, self.interfaces, self.models)
-        check_dynamic_sampling(self.dynamic_sampling, self.graph, self.interfaces)
-        self._check_curriculum()
-        check_keys(self.graph, self.interfaces)
-        check_minibatches(self.graph, self.interfaces, self.batch_prompts)
-        check_exact_sampling(self.graph, self.interfaces)
-        self._check_cache()
 
     @override
     def ineffective(self) -> dict[str, str]:
@@ -155,35 +129,6 @@ class Experiment(RunSettings):
             raise SettingsError(
                 "resume_skip=[counters]: it starts a new run, which resume=auto cannot do. Set resume to the path of "
                 "the earlier run, and choose another output_dir."
-            )
-
-    def _check_saves(self) -> None:
-        if self.save_best is not None and self.save_best.startswith(("eval/", "-eval/")) and not self.all_evaluations:
-            raise SettingsError(
-                f"save_best={self.save_best}: the run has no evaluation that measures this metric. Configure an "
-                "evaluation, or choose another metric."
-            )
-
-    def _check_cache(self) -> None:
-        if self.cache_reference and not self.cached_roles:
-            raise SettingsError(
-                "cache_reference=true: no role is a frozen model of its own that only computes log-probs of the rows, "
-                "as in DPO and KTO. It does not work with sync, trains=lora or top_layers, images, data.streaming, "
-                "curriculum and runtime=ray. Set cache_reference=false."
-            )
-
-    def _check_curriculum(self) -> None:
-        if self.curriculum is None:
-            return
-        if self.data.streams:
-            raise ConfigError(
-                "curriculum: it chooses among all rows, which data.streaming=true does not keep in memory. Set "
-                "data.streaming=false, or curriculum=null."
-            )
-        if self.curriculum.needs_rewards and "rewards" not in self.graph.producers:
-            raise ConfigError(
-                "curriculum: no RPC of the graph writes the key 'rewards', from which it learns. Add such an RPC, or "
-                "set curriculum=null."
             )
 
     def _check_names(self) -> None:

@@ -18,6 +18,7 @@ from realign.records.checkpoint.folder import CHECKPOINTS, REPLACED
 from realign.records.checkpoint.saved_models import FINAL, SAVED
 from realign.records.checkpoint.schema import RECORDS
 from realign.records.recorded_calls import CALLS
+from realign.run_settings import RunSettings
 from realign.runtime.experiment import AUTO, CheckpointPart, Experiment
 from realign.runtime.reference_cache import REFERENCES
 
@@ -149,7 +150,7 @@ def _present(out: Path) -> Iterator[tuple[OwnFiles, str, str | None]]:
 
 def _read_paths(experiment: Experiment) -> Iterator[tuple[str, str, Path]]:
     """Yield each path in the settings that exists: its key, its text, and the path without links."""
-    for key, text in _texts({f.name: getattr(experiment, f.name) for f in dataclasses.fields(experiment)}, ""):
+    for key, text in _texts({f.name: getattr(experiment, f.name) for f in dataclasses.fields(RunSettings)}, ""):
         if key.partition(".")[0] in _NOT_READ or not text or "\0" in text or len(text) > 4096:
             continue
         for named in {text, text.rpartition(":")[0]} - {""}:  # such as rewards.py:score

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -141,12 +141,7 @@ def _with_callbacks(experiment: Experiment, callbacks: Mapping[str, Callback]) -
         check_name("callbacks:", name)
         if name in experiment.callbacks:
             raise ConfigError(f"callbacks.{name}: the experiment has a callback of this name. Choose another name.")
-    if not callbacks:
-        return experiment
-    # not `dataclasses.replace`, which would fill in and check everything again
-    extended = copy.copy(experiment)
-    extended.callbacks = {**experiment.callbacks, **callbacks}
-    return extended
+    return dataclasses.replace(experiment, callbacks={**experiment.callbacks, **callbacks})
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +14,7 @@ from realign.engines import SharedModel
 from realign.engines.shared_model import Share
 from realign.errors import ConfigError
 from realign.runtime.checks.before_loading import check_held_out, open_interfaces, used_interfaces
+from realign.runtime.checks.parts import check_parts
 from realign.runtime.datasets import load_held_out
 from realign.runtime.evaluation.base import Evaluator, SamplingEvaluator
 from realign.runtime.evaluation.scores import Scored, StandardErrors, merged
@@ -60,6 +60,7 @@ class StandaloneEvaluations:
         self.evaluations = {key: experiment.all_evaluations[key] for key in keys}
         self._needed = _without_training(experiment, self.evaluations)
         self.models: dict[str, Model] = {}
+        check_parts(experiment)
         check_held_out(self.evaluations)
         try:
             open_interfaces(self._needed)
@@ -117,14 +118,16 @@ def _without_training(experiment: Experiment, evaluations: Mapping[str, Evaluato
             f"{hidden[0]}.branch=reference: a saved model has no initial weights. Set "
             f"{hidden[0]}._target_=realign.engines.TransformersModel and {hidden[0]}.path."
         )
-    # the copy keeps the checked settings; a shorter graph would not pass the checks of a training run
-    needed = copy.copy(experiment)
-    needed.graph = DataflowGraph(_leading(experiment.graph, called), experiment.graph.dataset_keys)
-    needed.models = {role: spec.for_evaluation() for role, spec in specs.items() if role in roles}
-    needed.evaluation = evaluations.get("evaluation")
-    needed.evaluations = {key.partition(".")[2]: evaluation for key, evaluation in evaluations.items() if "." in key}
-    needed.calibration = None
-    return needed
+    return dataclasses.replace(
+        experiment,
+        graph=DataflowGraph(_leading(experiment.graph, called), experiment.graph.dataset_keys),
+        models={role: spec.for_evaluation() for role, spec in specs.items() if role in roles},
+        sync={},
+        skip_together=False,
+        evaluation=evaluations.get("evaluation"),
+        evaluations={key.partition(".")[2]: one for key, one in evaluations.items() if "." in key},
+        calibration=None,
+    )
 
 
 def _leading(graph: DataflowGraph, called: Mapping[str, RPC]) -> tuple[RPC, ...]:

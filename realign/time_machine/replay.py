@@ -7,6 +7,7 @@ and trackers don't affect training, so they are left out.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import inspect
 import json
 import math
@@ -174,20 +175,19 @@ def _usable(experiment: Experiment, recorded: Mapping[str, RecordedCall], *, res
 
 def _bare(experiment: Experiment, run: Path, steps: range, *, rescore: bool) -> Experiment:
     """Return the experiment without what a replay does not need: evaluations, workers, and what was recorded."""
-    # not `dataclasses.replace`, which would check the settings of a training run again
-    bare = copy.copy(experiment)
-    bare.evaluation, bare.evaluations, bare.callbacks, bare.trackers, bare.runtime = None, {}, {}, {}, Local()
+    bare = dataclasses.replace(experiment, evaluation=None, evaluations={}, callbacks={}, trackers={}, runtime=Local())
     if not all(recorded_calls_path(run, step).is_file() for step in steps):
         return bare
     keys = {key.split("/")[0] for key in _usable(experiment, read_calls(run, steps[-1]), rescore=rescore)}
     if ROLLOUT in keys:
-        bare.rollout = Sync()
+        bare = dataclasses.replace(bare, rollout=Sync())
         keys |= {rpc.name for rpc in bare.graph.leading_to("rewards")}
     called = {rpc.model for rpc in bare.graph.rpcs if rpc.name not in keys}
-    bare.interfaces = {role: i if role in called else _closed(i) for role, i in bare.interfaces.items()}
+    interfaces = {role: i if role in called else _closed(i) for role, i in bare.interfaces.items()}
+    models = bare.models
     if all(rpc.name in keys for rpc in bare.graph.rpcs if rpc.method == "generate"):
-        bare.models = {role: _without_server(spec) for role, spec in bare.models.items()}
-    return bare
+        models = {role: _without_server(spec) for role, spec in models.items()}
+    return dataclasses.replace(bare, interfaces=interfaces, models=models)
 
 
 def _closed(interface: ModelInterface) -> ModelInterface:
@@ -287,16 +287,17 @@ def replay_steps(
 
 def _start(experiment: Experiment, run: Path, checkpoint: Checkpoint | None) -> tuple[Start | None, Sequence[str]]:
     """Read a checkpoint of a run, or one that it started from, and return also which parts the run left out of it."""
-    find = copy.copy(experiment)
     parent = parent_of(run)
+    changes: dict[str, Any] = {}
     if checkpoint is not None:
-        find.resume = str(checkpoint.path)
+        changes["resume"] = str(checkpoint.path)
         if parent is not None and checkpoint.step <= parent[1]:
-            find.resume_allow = list(experiment.resolved)  # a fork has other settings than its parent
+            changes["resume_allow"] = list(experiment.resolved)  # a fork has other settings than its parent
         if checkpoint.path.is_relative_to(run):
-            find.resume_skip = []
+            changes["resume_skip"] = []
     elif CheckpointPart.counters not in experiment.resume_skip:  # with it, a new run starts from the weights of another
-        find.resume = None
+        changes = {"resume": None, "resume_allow": [], "resume_skip": []}
+    find = dataclasses.replace(experiment, **changes)
     try:
         return find_start(find), find.resume_skip
     except CorruptCheckpoint as error:

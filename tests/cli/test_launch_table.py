@@ -23,6 +23,7 @@ from realign.interfaces.rule_reward import RuleRewardInterface
 from realign.models import DType, Value
 from realign.rewards.terms import FunctionTerm
 from realign.runtime import DynamicSampling, Evaluation, Experiment
+from realign.runtime.checks.parts import check_parts
 from realign.samplers import InProcessSampling
 from realign.settings import Settings
 from tests.config_parts import Actor, Bigram, CountThrees, Prompts
@@ -210,7 +211,7 @@ def test_trap_b2_roles_with_different_temperatures_are_refused():
     with pytest.raises(
         ConfigError, match=r"^interfaces\.judge\.temperature=0\.7: it differs from interfaces\.actor\.gen"
     ):
-        experiment(interfaces={"actor": Actor(), "judge": Judge(temperature=0.7)})
+        check_parts(experiment(interfaces={"actor": Actor(), "judge": Judge(temperature=0.7)}))
 
 
 def test_a_role_whose_plan_has_no_temperature_is_not_compared():

@@ -19,6 +19,7 @@ from realign.interfaces.rule_reward import RuleRewardInterface
 from realign.records import MLflow, SwanLab, TensorBoard, Trackio, WandB
 from realign.runtime import EpisodeEvaluation, Evaluation, Experiment, LossEvaluation
 from realign.runtime.callbacks import EarlyStopping
+from realign.runtime.checks.parts import check_parts
 from tests.config_parts import EXPERIMENT, write_experiment
 
 ACTOR = "interfaces.actor._target_"
@@ -141,7 +142,9 @@ def test_the_resolved_config_of_an_actor_without_a_critic_has_no_settings_of_one
 
 
 def graph(*words: str) -> str:
-    return build_experiment(compose(["experiment=grpo", *REQUIRED, *words])).resolved["graph"]["_target_"]
+    made = build_experiment(compose(["experiment=grpo", *REQUIRED, *words]))
+    check_parts(made)
+    return made.resolved["graph"]["_target_"]
 
 
 def test_the_graph_is_the_dataflow_function_beside_the_class_of_the_actor_or_beside_its_base_class(
@@ -198,7 +201,9 @@ def built(name: str, *overrides: str) -> Experiment:
     given = [f"experiment={name}", *NEEDED.get(name, [])]
     given += [] if name == "reward_model" else ["models.actor.path=m"]
     given += [] if name == "instructgpt" else ["data.path=train.jsonl"]
-    return build_experiment(compose([*given, *overrides]))
+    made = build_experiment(compose([*given, *overrides]))
+    check_parts(made)
+    return made
 
 
 @pytest.mark.parametrize("name", KINDS)

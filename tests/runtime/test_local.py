@@ -35,6 +35,7 @@ from realign.interfaces.reference import ReferenceInterface
 from realign.interfaces.reward_model import RewardModelInterface
 from realign.interfaces.rule_reward import RuleRewardInterface
 from realign.runtime import Evaluation, run
+from realign.runtime.checks.parts import check_parts
 from realign.runtime.evaluation.scores import sequence_stats
 from realign.runtime.local import LocalRuntime
 from realign.testing import BigramEngine
@@ -286,14 +287,14 @@ def test_trap_e13_a_run_in_which_nothing_was_trained_does_not_end_well(tmp_path)
 
 def test_roles_that_do_not_fit_are_refused_before_anything_is_loaded(tmp_path):
     with pytest.raises(ValueError, match="RPC 'reward_inf' uses role 'reward', which has no interface"):
-        experiment(tmp_path, interfaces={"actor": GRPOActorInterface()})
+        check_parts(experiment(tmp_path, interfaces={"actor": GRPOActorInterface()}))
     with pytest.raises(ValueError, match=r"uses role 'actor', which has no model; did you mean 'actr'\?"):
-        experiment(tmp_path, models={"actr": BigramModel()})
+        check_parts(experiment(tmp_path, models={"actr": BigramModel()}))
 
 
 def test_an_evaluation_of_a_role_without_model_is_refused_before_anything_is_loaded(tmp_path):
     with pytest.raises(ConfigError, match=r"evaluation\.role=critic: this role has no model\. Roles with one: actor"):
-        experiment(tmp_path, evaluation=Evaluation(Prompts(4), CountToken(), GENERATION, role="critic"))
+        check_parts(experiment(tmp_path, evaluation=Evaluation(Prompts(4), CountToken(), GENERATION, role="critic")))
 
 
 @pytest.mark.parametrize(
@@ -320,7 +321,7 @@ def test_a_setting_that_needs_a_key_of_the_graph_is_refused_before_anything_is_l
         ValueError,
         match=r"interfaces\.actor\.kl\.place=reward needs key 'ref_logprobs'.*change kl\.place",
     ):
-        experiment(tmp_path, graph=dataflow(plain), interfaces={"actor": actor, "reward": CountToken()})
+        check_parts(experiment(tmp_path, graph=dataflow(plain), interfaces={"actor": actor, "reward": CountToken()}))
 
 
 def test_a_model_without_a_role_is_not_loaded(tmp_path):
@@ -469,7 +470,7 @@ def test_a_graph_without_the_outputs_of_its_reward_is_refused(tmp_path, dense):
         parts | {"reward": RuleRewardInterface("realign.rewards.arithmetic:exact_answer", dense=not dense)}
     )
     with pytest.raises(ValueError, match=r"interfaces\.reward writes .*RPC 'reward_inf' declares"):
-        experiment(tmp_path, interfaces=parts, graph=other)
+        check_parts(experiment(tmp_path, interfaces=parts, graph=other))
     assert experiment(tmp_path, interfaces=parts).steps == 3
 
 
@@ -628,4 +629,4 @@ def test_a_run_keeps_its_best_and_last_saves_shows_samples_and_feeds_trackers(tm
 )
 def test_settings_of_saves_without_effect_are_refused(tmp_path, settings, message):
     with pytest.raises(ValueError, match=message):
-        experiment(tmp_path, **settings)
+        check_parts(experiment(tmp_path, **settings))

@@ -14,6 +14,7 @@ from realign.interfaces.critic import PPOCriticInterface
 from realign.interfaces.ppo import PPOActorInterface
 from realign.interfaces.reference import ReferenceInterface
 from realign.interfaces.reward_model import RewardModelInterface
+from realign.runtime.checks.parts import check_parts
 from realign.runtime.local import LocalRuntime
 from realign.runtime.models import check_outputs, check_vocabularies, load_models, save_models
 from realign.testing import BigramEngine
@@ -132,7 +133,7 @@ def test_a_role_that_shares_cannot_be_trained_by_the_graph(tmp_path):
 def test_only_a_role_with_a_model_of_its_own_is_shared(tmp_path, of):
     models = {"actor": TransformersModel("x"), "ref": SharedModel(of), "critic": SharedModel("actor")}
     with pytest.raises(ConfigError, match=rf"models\.ref\.of='{of}': must be a role with its own model. .*: actor\."):
-        shared(tmp_path, "x", models=models)
+        check_parts(shared(tmp_path, "x", models=models))
 
 
 def test_a_model_that_takes_no_part_cannot_be_shared():

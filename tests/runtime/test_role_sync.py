@@ -19,6 +19,7 @@ from realign.interfaces.grpo import GRPOActorInterface, dataflow
 from realign.interfaces.reference import ReferenceInterface
 from realign.records.checkpoint.folder import list_checkpoints
 from realign.runtime import Async, Experiment, LocalRuntime, run
+from realign.runtime.checks.parts import check_parts
 from realign.testing import BigramEngine
 from tests.tiny import save_tiny
 from tests.toys import GENERATION, CountToken, experiment
@@ -128,7 +129,7 @@ def test_other_architectures_are_refused_when_they_are_loaded(folder, tmp_path):
 )
 def test_a_sync_that_cannot_be_is_refused_before_anything_is_loaded(folder, tmp_path, changes, message):
     with pytest.raises(ConfigError, match=message):
-        synced(folder, tmp_path, **({"sync": {"ref": Sync("actor")}} | changes))
+        check_parts(synced(folder, tmp_path, **({"sync": {"ref": Sync("actor")}} | changes)))
 
 
 def test_calls_that_are_made_ahead_of_the_step_take_no_weights(folder, tmp_path):
@@ -137,13 +138,15 @@ def test_calls_that_are_made_ahead_of_the_step_take_no_weights(folder, tmp_path)
     graph = dataflow(interfaces)
     rpcs = tuple(replace(rpc, model="ref") if rpc.method == "generate" else rpc for rpc in graph.rpcs)
     with pytest.raises(ConfigError, match=r"sync\.ref: with rollout=async, calls of 'ref' run while"):
-        synced(
-            folder,
-            tmp_path,
-            {"ref": Sync("actor")},
-            graph=replace(graph, rpcs=rpcs),
-            interfaces=interfaces,
-            rollout=Async(),
+        check_parts(
+            synced(
+                folder,
+                tmp_path,
+                {"ref": Sync("actor")},
+                graph=replace(graph, rpcs=rpcs),
+                interfaces=interfaces,
+                rollout=Async(),
+            )
         )
 
 

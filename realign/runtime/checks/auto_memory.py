@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -83,6 +83,4 @@ def decided(experiment: Experiment, free: Free | None = None) -> Experiment:
     models: dict[str, ModelSpec] = dict(experiment.models)
     for choice in choices:
         models[choice.role] = models[choice.role].with_memory_choice(choice.setting, choice.on)
-    settled = copy.copy(experiment)
-    settled.models = models
-    return settled
+    return dataclasses.replace(experiment, models=models)

@@ -1,6 +1,6 @@
 """Checks before loading, at launch and in `realign check`: roles, files and the output folder.
 
-`Experiment` compares settings with each other. This module compares them with the files on disk, and roles with their
+`parts` compares settings with each other. This module compares them with the files on disk, and roles with their
 models, as far as the config describes them. Checks that need the tokenizer (row lengths) or the weights (support for
 packed sequences) follow during loading, before the first rollout.
 """
@@ -24,10 +24,10 @@ from realign.engines.training.optimizer import ScheduleUnit
 from realign.errors import ConfigError
 from realign.ranks import current
 from realign.runtime.checks.meshes import check_meshes
+from realign.runtime.checks.parts import check_parts, located
 from realign.runtime.evaluation.base import Evaluator, in_set
 from realign.runtime.evaluation.calibration import RewardCalibration
 from realign.runtime.experiment import Experiment
-from realign.runtime.graph_checks import located
 from realign.runtime.models import check_optimizers, check_outputs
 from realign.runtime.processes.placement import check_runtime
 from realign.runtime.rollout.spec import Async
@@ -42,6 +42,7 @@ def check_ready(experiment: Experiment) -> None:
         RealignError: the message contains the key, its value and the valid values.
         OSError: `output_dir` is not writable.
     """
+    check_parts(experiment)
     check_runtime(experiment)
     check_optimizers(experiment)
     check_roles(experiment)

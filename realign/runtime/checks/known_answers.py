@@ -16,8 +16,8 @@ from realign.cells import answers_of, read_column
 from realign.data import Dataset
 from realign.errors import ConfigError, DataError, RewardError
 from realign.ranks import current
+from realign.runtime.checks.parts import located
 from realign.runtime.experiment import Experiment
-from realign.runtime.graph_checks import located
 from realign.runtime.rollout.prompts import PromptStream
 from realign.text import shortened, visible
 

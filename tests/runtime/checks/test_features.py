@@ -29,8 +29,8 @@ from realign.interfaces.raft import RAFTActorInterface
 from realign.runtime import Async, run
 from realign.runtime.checks import before_loading
 from realign.runtime.checks.before_loading import check_images, check_replay
+from realign.runtime.checks.parts import check_exact_sampling, check_keys
 from realign.runtime.datasets import check_encoder_decoders, check_image_models, check_predicted
-from realign.runtime.graph_checks import check_exact_sampling, check_keys
 from realign.runtime.models import load_models
 from realign.runtime.ray.host import Loaded
 from realign.runtime.ray.proxies import RayEngine

@@ -17,6 +17,7 @@ from realign.interfaces import ppo
 from realign.interfaces.components.response_cut import ResponseCut
 from realign.interfaces.reward_model import RewardLoss, RewardModelInterface, dataflow
 from realign.runtime import Experiment, RewardCalibration, run
+from realign.runtime.checks.parts import check_parts
 from realign.testing import BigramEngine
 from tests.config_parts import Bigram, Prompts
 from tests.tiny import save_tiny
@@ -192,7 +193,7 @@ def test_a_calibration_that_fails_after_training_costs_no_training(tmp_path):
 def test_settings_that_do_not_fit_are_refused_before_anything_is_loaded(tmp_path, changes, message):
     settings = {"data": Prompts(5), "after": True, "samples": 64, "generation": SAMPLED} | changes
     with pytest.raises(ConfigError, match=message):
-        experiment(tmp_path, calibration=RewardCalibration(**settings))
+        check_parts(experiment(tmp_path, calibration=RewardCalibration(**settings)))
 
 
 def test_a_reward_model_that_nothing_trains_is_calibrated_before_the_run_only(tmp_path):
@@ -201,7 +202,7 @@ def test_a_reward_model_that_nothing_trains_is_calibrated_before_the_run_only(tm
     settings["graph"] = ppo.dataflow(settings["interfaces"])
     by_actor = {"data": Prompts(5), "policy": "actor", "samples": 64, "generation": SAMPLED}
     with pytest.raises(ConfigError, match=r"calibration\.after=true: no RPC trains role 'reward'"):
-        experiment(tmp_path, **settings, calibration=RewardCalibration(**by_actor, after=True))
+        check_parts(experiment(tmp_path, **settings, calibration=RewardCalibration(**by_actor, after=True)))
     e = experiment(tmp_path, **settings, calibration=RewardCalibration(**by_actor, before=True))
     history = run(e).history
     assert [record["step"] for record in history if "calibration/gain" in record] == [0]

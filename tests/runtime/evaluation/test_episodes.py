@@ -20,6 +20,7 @@ from realign.interfaces.grpo import GRPOActorInterface
 from realign.interfaces.ppo import PPOActorInterface, dataflow
 from realign.runtime import Async, DynamicSampling, EpisodeEvaluation, Experiment, RolloutSpec, run
 from realign.runtime.checks.before_loading import check_ready
+from realign.runtime.checks.parts import check_parts
 from realign.runtime.local import LocalRuntime
 from realign.runtime.rollout.spec import Sync as SyncRollout
 from realign.testing import BigramEngine
@@ -208,7 +209,7 @@ def test_a_sampler_under_which_probability_ratios_would_be_wrong_is_refused(tmp_
     with pytest.raises(
         ConfigError, match=r"interfaces\.agent samples with greedy=True, .* ratios of RPC 'actor_train'"
     ):
-        experiment(tmp_path, interfaces=greedy)
+        check_parts(experiment(tmp_path, interfaces=greedy))
 
 
 def test_what_the_learner_is_told_of_episodes_must_agree_with_them(tmp_path):

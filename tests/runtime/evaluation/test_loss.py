@@ -21,6 +21,7 @@ from realign.interfaces.components import (
 from realign.interfaces.critic import PPOCriticInterface
 from realign.interfaces.reference import ReferenceInterface
 from realign.runtime import Experiment, LocalRuntime, LossEvaluation, run
+from realign.runtime.checks.parts import check_parts
 from realign.runtime.evaluation.loss import ForwardOnly
 from realign.testing import random_preferences
 from tests.config_parts import Bigram, CountThrees, Prompts
@@ -155,7 +156,7 @@ def test_rows_are_passed_once_whatever_the_training_makes_of_them(tmp_path):
 @pytest.mark.parametrize("role", ["ref", "nobody"])
 def test_a_role_that_is_not_trained_is_refused(tmp_path, role):
     with pytest.raises(ConfigError, match=rf"evaluation\.role={role}: "):
-        experiment(tmp_path, "dpo", evaluation=LossEvaluation(Judged(4), role=role))
+        check_parts(experiment(tmp_path, "dpo", evaluation=LossEvaluation(Judged(4), role=role)))
 
 
 def test_rows_that_do_not_count_have_no_loss():

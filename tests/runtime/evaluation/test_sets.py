@@ -15,6 +15,7 @@ from realign.interfaces.rule_reward import RuleRewardInterface
 from realign.records.metrics.samples import readable
 from realign.rewards.terms import FunctionTerm
 from realign.runtime import Evaluation, Experiment, LossEvaluation, run
+from realign.runtime.checks.parts import check_parts
 from realign.runtime.local import LocalRuntime
 from tests.config_parts import Bigram, CountThrees, Prompts
 from tests.formulas import by_enumeration
@@ -112,7 +113,7 @@ def test_the_best_checkpoint_is_that_of_the_named_metric(tmp_path):
     with pytest.raises(ConfigError, match=r"does not measure 'eval/reward'"):
         run(experiment(tmp_path, evaluations=sets, save_best="eval/reward", overwrite=True))
     with pytest.raises(SettingsError, match="the run has no evaluation that measures this metric"):
-        experiment(tmp_path, save_best="eval/math/reward")
+        check_parts(experiment(tmp_path, save_best="eval/math/reward"))
 
 
 @pytest.mark.parametrize("of", [None, "starts_with_3"])
@@ -161,22 +162,24 @@ def test_wrong_settings_of_pass_at_k_are_named(settings, message):
 def test_the_deciding_function_must_exist(tmp_path):
     measured = Evaluation(Prompts(4), None, SAMPLED, pass_at=[1], success_of="acuracy")
     with pytest.raises(ConfigError, match=r"evaluation\.success_of=acuracy: .*valid: starts_with_3, threes"):
-        experiment(tmp_path, evaluation=measured)
+        check_parts(experiment(tmp_path, evaluation=measured))
 
 
 def test_a_graph_without_rewards_cannot_score(tmp_path):
     with pytest.raises(ConfigError, match=r"evaluations\.math\.reward is not set, and no RPC of the graph writes"):
-        experiment(
-            tmp_path,
-            graph=sft.dataflow(),
-            interfaces={"actor": sft.SFTInterface()},
-            evaluations={"math": Evaluation(Prompts(4))},
+        check_parts(
+            experiment(
+                tmp_path,
+                graph=sft.dataflow(),
+                interfaces={"actor": sft.SFTInterface()},
+                evaluations={"math": Evaluation(Prompts(4))},
+            )
         )
 
 
 def test_a_role_that_is_absent_is_named_with_its_set(tmp_path):
     with pytest.raises(ConfigError, match=r"evaluations\.math\.role=critic: this role has no model"):
-        experiment(tmp_path, evaluations={"math": LossEvaluation(Prompts(4), role="critic")})
+        check_parts(experiment(tmp_path, evaluations={"math": LossEvaluation(Prompts(4), role="critic")}))
 
 
 def test_torch_is_deterministic_for_equal_sets(tmp_path):

@@ -13,6 +13,7 @@ from realign.interfaces.grpo import GRPOActorInterface
 from realign.interfaces.ppo import PPOActorInterface, dataflow
 from realign.interfaces.reference import ReferenceInterface
 from realign.runtime import DynamicSampling, run
+from realign.runtime.checks.parts import check_parts
 from realign.runtime.local import LocalRuntime
 from tests.toys import GENERATION, BigramModel, Prompts, experiment
 
@@ -290,7 +291,7 @@ def test_what_cannot_be_filtered_is_refused_before_anything_is_loaded(tmp_path):
     with pytest.raises(
         ConfigError, match=r"actor\.generation\.n=1: groups of this size cannot reach .*min_group_size=2\."
     ):
-        dynamic(tmp_path, interfaces=parts)
+        check_parts(dynamic(tmp_path, interfaces=parts))
     mean = DynamicSampling(min_reward_std=None, max_mean_reward=1.0, min_group_size=1)
     assert dynamic(tmp_path, interfaces=parts, dynamic_sampling=mean).dynamic_sampling is mean
 
@@ -304,11 +305,11 @@ def test_what_cannot_be_filtered_is_refused_before_anything_is_loaded(tmp_path):
     train = RPC("train", "critic", "train_step", ("prompt_ids",))
     others = {"interfaces": {**parts, "critic": Trains()}, "models": {"actor": BigramModel(), "critic": BigramModel()}}
     with pytest.raises(ConfigError, match="no RPC of the graph writes the key 'rewards'"):
-        dynamic(tmp_path, graph=graph_of(train), **others)
+        check_parts(dynamic(tmp_path, graph=graph_of(train), **others))
     generate, *rest = dataflow(parts).rpcs
     late = replace(generate, after=("train",))
     with pytest.raises(ConfigError, match="repeats the RPCs that lead to 'rewards', and RPC 'train' among them trains"):
-        dynamic(tmp_path, graph=graph_of(train, late, *rest), **others)
+        check_parts(dynamic(tmp_path, graph=graph_of(train, late, *rest), **others))
 
 
 def test_more_prompts_than_rows_are_refused(tmp_path):

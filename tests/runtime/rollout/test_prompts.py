@@ -13,6 +13,7 @@ from realign.data import PassRate, PromptData, RowSource, batch_indices
 from realign.errors import CheckpointError, ConfigError
 from realign.interfaces import sft
 from realign.runtime import run
+from realign.runtime.checks.parts import check_parts
 from realign.runtime.rollout.prompts import PromptStream
 from tests import toys
 from tests.data.text_tokenizer import make_tokenizer
@@ -166,7 +167,7 @@ def test_a_run_with_a_curriculum_records_why_it_chose_its_prompts(tmp_path):
 )
 def test_a_curriculum_needs_rows_in_memory_and_rewards(tmp_path, changes, message):
     with pytest.raises(ConfigError, match=message):
-        of_curriculum(tmp_path, "run", **changes)
+        check_parts(of_curriculum(tmp_path, "run", **changes))
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Check the parts of an experiment against its graph and each other, without files or models."""
+"""Check the settings of an experiment against each other and its graph, without files or models."""
 
 from __future__ import annotations
 
@@ -6,10 +6,41 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from realign.api import RPC, Calibratable, DataflowGraph, Keys, ModelInterface, ModelSpec, is_component_key
-from realign.engines.shared_model import Share, SharedModel
-from realign.errors import ConfigError, GraphError, RealignError
+from realign.engines.shared_model import Share, SharedModel, check_shared
+from realign.errors import ConfigError, GraphError, RealignError, SettingsError
 from realign.runtime.evaluation.calibration import RewardCalibration
+from realign.runtime.experiment import Experiment
 from realign.runtime.rollout.dynamic_sampling import DynamicSampling
+
+
+def check_parts(experiment: Experiment) -> None:
+    """Find settings that contradict each other or the graph.
+
+    Raises:
+        ConfigError: the message contains the key.
+        SettingsError: the same, of a setting of the run itself.
+        GraphError: a method needs a key that nobody provides, or an RPC writes one that nobody reads.
+    """
+    graph, interfaces, models = experiment.graph, experiment.interfaces, experiment.models
+    _check_saves(experiment)
+    graph.check_roles({role: type(i) for role, i in interfaces.items()}, models)
+    for where, evaluation in experiment.all_evaluations.items():
+        try:
+            evaluation.check(graph, models)
+        except ConfigError as error:
+            # changed in place, because a new error would lose the class that decides the exit code, and the traceback
+            error.args = (f"{where}.{error}",)
+            raise
+    check_shared(models)
+    check_syncs(graph, models, ahead=experiment.rollout.ahead)
+    check_temperatures(experiment.temperatures)
+    check_calibration(experiment.calibration, graph, interfaces, models)
+    check_dynamic_sampling(experiment.dynamic_sampling, graph, interfaces)
+    _check_curriculum(experiment)
+    check_keys(graph, interfaces)
+    check_minibatches(graph, interfaces, experiment.batch_prompts)
+    check_exact_sampling(graph, interfaces)
+    _check_cache(experiment)
 
 
 @contextmanager
@@ -265,3 +296,36 @@ def check_dynamic_sampling(
                 f"dynamic_sampling.min_group_size={sampling.min_group_size}. Set generation.n to at least "
                 f"{sampling.min_group_size}, or lower min_group_size."
             )
+
+
+def _check_saves(experiment: Experiment) -> None:
+    best = experiment.save_best
+    if best is not None and best.startswith(("eval/", "-eval/")) and not experiment.all_evaluations:
+        raise SettingsError(
+            f"save_best={best}: the run has no evaluation that measures this metric. Configure an evaluation, or "
+            "choose another metric."
+        )
+
+
+def _check_cache(experiment: Experiment) -> None:
+    if experiment.cache_reference and not experiment.cached_roles:
+        raise SettingsError(
+            "cache_reference=true: no role is a frozen model of its own that only computes log-probs of the rows, as "
+            "in DPO and KTO. It does not work with sync, trains=lora or top_layers, images, data.streaming, "
+            "curriculum and runtime=ray. Set cache_reference=false."
+        )
+
+
+def _check_curriculum(experiment: Experiment) -> None:
+    if experiment.curriculum is None:
+        return
+    if experiment.data.streams:
+        raise ConfigError(
+            "curriculum: it chooses among all rows, which data.streaming=true does not keep in memory. Set "
+            "data.streaming=false, or curriculum=null."
+        )
+    if experiment.curriculum.needs_rewards and "rewards" not in experiment.graph.producers:
+        raise ConfigError(
+            "curriculum: no RPC of the graph writes the key 'rewards', from which it learns. Add such an RPC, or set "
+            "curriculum=null."
+        )

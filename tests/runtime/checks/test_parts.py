@@ -10,7 +10,7 @@ from realign.api import RPC, DataflowGraph, Keys, ModelInterface
 from realign.errors import ConfigError, DataError, GraphError, SettingsError
 from realign.interfaces.grpo import GRPOActorInterface
 from realign.runtime import run
-from realign.runtime.graph_checks import check_keys, check_temperatures, located, unread_inputs
+from realign.runtime.checks.parts import check_keys, check_parts, check_temperatures, located, unread_inputs
 from tests.toys import GENERATION, CountToken, experiment
 
 
@@ -126,7 +126,7 @@ def test_settings_that_rule_out_a_method_are_named_by_their_key():
 def test_trap_d11_more_minibatches_than_prompts_are_refused_before_anything_is_loaded(tmp_path):
     parts = {"actor": GRPOActorInterface(generation=GENERATION, n_minibatches=9), "reward": CountToken()}
     with pytest.raises(ConfigError, match=r"interfaces\.actor\.n_minibatches=9: batch_prompts=8"):
-        experiment(tmp_path, interfaces=parts)
+        check_parts(experiment(tmp_path, interfaces=parts))
     assert len(run(experiment(tmp_path, interfaces=parts, batch_prompts=9)).series("loss")) == 3
 
 
@@ -140,7 +140,9 @@ def test_trap_d11_more_minibatches_than_prompts_are_refused_before_anything_is_l
 def test_the_cure_for_unequal_minibatches_is_accepted(tmp_path, parts, cure):
     def made(n: int, prompts: int):
         actor = GRPOActorInterface(generation=GENERATION, n_minibatches=n)
-        return experiment(tmp_path, interfaces={"actor": actor, "reward": CountToken()}, batch_prompts=prompts)
+        whole = experiment(tmp_path, interfaces={"actor": actor, "reward": CountToken()}, batch_prompts=prompts)
+        check_parts(whole)
+        return whole
 
     with pytest.raises(ConfigError, match=rf"^interfaces\.actor\.n_minibatches={parts}: batch_prompts=8 {cure}"):
         made(parts, 8)
