@@ -293,7 +293,7 @@ def _saved_and_loaded(work: Path, sizes: Mapping[str, int]) -> dict[str, int]:
 
     spec = TransformersModel(str(work / "start"), device="cpu", optimizer=OptimizerSpec())
     engine: Any = peak("load", lambda: spec.load("actor", seed=0)).engine
-    found["slice"] = sum(x.to_local().nbytes for x in engine.network.sharded.values())
+    found["slice"] = sum(x.to_local().nbytes for x in engine.network.weights.sharded.values())
     peak("save", lambda: engine.save(work / "saved"))
     writer = CheckpointWriter(work / "checkpoints", 1, ranks)
 

@@ -88,7 +88,7 @@ def test_every_family_passes_its_probe(family):
 def test_families_with_attention_of_their_own_run_unpacked_and_say_so(tmp_path, family, caplog):
     save_tiny(tmp_path / family, family)
     engine = load(tmp_path / family).engine
-    assert engine.network.unpacked is not None
+    assert engine.network.abilities.unpacked is not None
     assert f"models.actor: model family '{family}' cannot run packed" in caplog.text
     data = random_sample([[6]])
     ids = data["input_ids"]
@@ -108,7 +108,7 @@ def test_a_model_whose_positions_do_not_restart_runs_unpacked():
     module.transformer.register_forward_pre_hook(
         lambda layer, args, kw: (args, {k: v for k, v in kw.items() if k != "position_ids"}), with_kwargs=True
     )
-    unpacked = tiny_engine_of(module).network.unpacked
+    unpacked = tiny_engine_of(module).network.abilities.unpacked
     assert unpacked is not None
     assert "'gpt2' cannot run packed: hidden states of packed sequences differ" in unpacked.reason
 
@@ -117,7 +117,7 @@ def test_a_model_that_passes_no_window_to_its_attention_runs_unpacked():
     module = tiny_model("qwen2")
     for layer in module.model.layers:
         layer.self_attn.sliding_window = None
-    unpacked = tiny_engine_of(module).network.unpacked
+    unpacked = tiny_engine_of(module).network.abilities.unpacked
     assert unpacked is not None
     assert "'qwen2' cannot run packed: its layers of type 'sliding_attention' pass no window" in unpacked.reason
 

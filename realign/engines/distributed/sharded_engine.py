@@ -103,7 +103,7 @@ class ShardedEngine(TransformersEngine):
         settings = replace(settings or NetworkSettings(), parallel_passes=ParallelPasses.off)
         super().__init__(name, module, tokenizer, settings, value_head=value_head, **further)
         if self.fusion is not None:
-            self.fusion.lender = self.network
+            self.fusion.lender = self.network.weights
         self._sharded_state = ShardedState(self.network, self._stepper, self._average)
 
     @override
@@ -209,7 +209,7 @@ class ShardedEngine(TransformersEngine):
     def accumulate(self, part: SequenceSample, mb_spec: MicroBatchSpec, loss_fn: LossFn, weight: Tensor) -> Stats:
         """Run on this rank's part; the gradient is the sum over all parts."""
         self._trained()
-        self.network.forget_gradients()
+        self.network.gradients.forget()
         passes = self.network.passes(part, mb_spec, training=True)
         idle = self._idle_rounds(passes)
         load = self._start_load(passes, idle)
@@ -248,8 +248,8 @@ class ShardedEngine(TransformersEngine):
                 layout, hidden_RH, loss = begun.popleft()
                 if load is not None:
                     load.weigh(layout)  # layers that are recomputed for the gradient
-                self.network.differentiate(hidden_RH, loss)
-        self.network.take_gradients()
+                self.network.gradients.differentiate(hidden_RH, loss)
+        self.network.gradients.take()
         self._accumulated = Accumulated(passes, losses, loss_fn)
         return merge_stats(metrics) | self._counts(part, passes) | self._load_metrics(load) | self._replay_metrics()
 
@@ -284,12 +284,12 @@ class ShardedEngine(TransformersEngine):
 
     def _reduce_after(self, number: int, rounds: int) -> None:
         """Sum gradients over the ranks after pass `number` of `rounds`, or keep them until the last pass."""
-        self.network.reduce_gradients(not self.sharding.reduce_once or number == rounds)
+        self.network.gradients.reduce(not self.sharding.reduce_once or number == rounds)
 
     @override
     def apply(self, weight: Tensor, *, vetoed: bool = False) -> Stats:
         stats = super().apply(weight, vetoed=vetoed)
-        self.network.gathered.outdate()
+        self.network.weights.gathered.outdate()
         return stats
 
     def _idle_rounds(self, passes: Passes) -> range:
@@ -360,7 +360,7 @@ class ShardedEngine(TransformersEngine):
 
     def _free_copy(self) -> None:
         """Free the copy of the weights for rollouts."""
-        self.network.gathered.empty()
+        self.network.weights.gathered.empty()
         if self.fusion is not None:
             self.fusion.forget()
 
@@ -374,7 +374,7 @@ class ShardedEngine(TransformersEngine):
     def _rollout_module(self) -> Any:
         with self.network.autocast():
             dtype = product_dtype(self.device)
-        return self.network.sampler(self.fusion, dtype)
+        return self.network.weights.sampler(self.fusion, dtype)
 
     def _cut(self, method: str, data: SequenceSample, key: str) -> Shards:
         """Split the batch into the parts of the ranks; see `check_same_batch` for errors."""
@@ -398,28 +398,28 @@ class ShardedEngine(TransformersEngine):
         if state["fused"] and self.fusion is not None:
             self.fusion.compare()  # with the run's initial weights, which `own` replaces
         super().load_state_dict(self._sharded_state.own(state), weights_only=weights_only)
-        self.network.gathered.outdate()
+        self.network.weights.gathered.outdate()
         if not self.sharding.keeps_rollout:
             self._free_copy()
 
     @override
     def weights(self) -> dict[str, Tensor]:
         """Return full tensors on every rank."""
-        return self.network.full_weights()
+        return self.network.weights.full_weights()
 
     @override
     def shards(self) -> dict[str, Tensor]:
         """Return the weights of the model without its value head as this rank sees them; not a collective."""
-        return self.network.shards()
+        return self.network.weights.shards()
 
     @override
     def load_weights(self, weights: Mapping[str, Tensor], mix: float = 1.0) -> None:
         own = named_weights(self.module, self.value_head)
-        check_weights(self.name, self.network.shapes(), shapes_of(weights), mix)
+        check_weights(self.name, self.network.weights.shapes(), shapes_of(weights), mix)
         # In place on the local slices: the optimizer holds the same memory.
         slices = {name: x.to_local() if is_part(x) else x for name, x in own.items()}
         mix_into(slices, {name: _slice(weights[name], x) for name, x in own.items()}, mix)
-        self.network.gathered.outdate()
+        self.network.weights.gathered.outdate()
 
 
 def _slice(x: Tensor, like: Any) -> Tensor:
@@ -437,4 +437,4 @@ class ShardedStepper(Stepper):
 
     def gradient_norm(self) -> Tensor:
         """Return the norm of the whole gradient."""
-        return self._network.gradient_norm()
+        return self._network.gradients.norm()

@@ -50,10 +50,10 @@ class ShardedState:
             if network.mesh.pipeline is not None:
                 out["optimizer"]["optimizer"] = self._of_all_stages(moments, torch_state["param_groups"][0])
         if self._average is not None:
-            names_of_own = [name for name in network.sharded if network.placed[name].trained]
+            names_of_own = [name for name in network.weights.sharded if network.weights.placed[name].trained]
             average = dict(zip(names_of_own, state["ema"]["average"], strict=True))
-            shards = {name: from_slice(x, network.sharded[name]) for name, x in average.items()}
-            out["ema"] = {"average": [network.part(name, shards.get(name)) for name in self._trained()]}
+            shards = {name: from_slice(x, network.weights.sharded[name]) for name, x in average.items()}
+            out["ema"] = {"average": [network.weights.part(name, shards.get(name)) for name in self._trained()]}
         return out
 
     def _of_all_stages(self, moments: dict[int, Any], group: Mapping[str, Any]) -> dict[str, Any]:
@@ -69,11 +69,11 @@ class ShardedState:
                 moments.setdefault(
                     number,
                     {
-                        key: network.part(trained[number], None, x) if isinstance(x, torch.dtype) else x
+                        key: network.weights.part(trained[number], None, x) if isinstance(x, torch.dtype) else x
                         for key, x in values.items()
                     },
                 )
-        matrices = sum(network.placed[name].like.ndim >= 2 for name in trained)
+        matrices = sum(network.weights.placed[name].like.ndim >= 2 for name in trained)
         groups = [  # as in `parameter_groups`
             {**group, "params": list(range(matrices))},
             {**group, "params": list(range(matrices, len(trained))), "weight_decay": 0.0},
@@ -93,7 +93,7 @@ class ShardedState:
                 own[name] = {
                     k: reader.weight(x, now[k]) if k in now else x
                     for k, x in state[name].items()
-                    if k in now or f"{name}.{k}" not in network.names
+                    if k in now or f"{name}.{k}" not in network.weights.names
                 }
         if self._stepper is not None and state["optimizer"] is not None:
             torch_state, places = state["optimizer"]["optimizer"], dict(enumerate(self._names(self._stepper)))
@@ -102,7 +102,7 @@ class ShardedState:
                 raise ValueError(f"the saved optimizer has moments of parameter {min(unknown)}, which the model lacks")
             moments = {
                 numbers[number]: {
-                    k: reader.plain(x, network.sharded[places[numbers[number]]]) for k, x in moment.items()
+                    k: reader.plain(x, network.weights.sharded[places[numbers[number]]]) for k, x in moment.items()
                 }
                 for number, moment in torch_state["state"].items()
                 if number in numbers
@@ -113,22 +113,22 @@ class ShardedState:
             own["optimizer"] = {**state["optimizer"], "optimizer": {"state": moments, "param_groups": groups}}
         if self._average is not None and state["ema"] is not None:
             average = zip(state["ema"]["average"], self._trained(), strict=True)
-            slices = network.sharded
+            slices = network.weights.sharded
             own["ema"] = {"average": [reader.plain(x, slices[name]) for x, name in average if name in slices]}
         reader.read()
         return own
 
     def _trained(self) -> list[str]:
         """Return the names of all weights that train, on whichever stage."""
-        return [name for name, placed in self._network.placed.items() if placed.trained]
+        return [name for name, placed in self._network.weights.placed.items() if placed.trained]
 
     def _trained_in_order(self) -> list[str]:
         """Return them in the order in which the optimizer of one process numbers them: matrices, then vectors."""
-        return sorted(self._trained(), key=lambda name: self._network.placed[name].like.ndim < 2)
+        return sorted(self._trained(), key=lambda name: self._network.weights.placed[name].like.ndim < 2)
 
     def _names(self, stepper: Stepper) -> list[str]:
         """Return the names of the parameters of this rank's optimizer, in its order."""
-        pairs = zip(self._network.sharded, self._network.owned(), strict=True)
+        pairs = zip(self._network.weights.sharded, self._network.owned(), strict=True)
         names = {id(p): name for name, p in pairs}
         return [names[id(p)] for group in stepper.optimizer.param_groups for p in group["params"]]
 
@@ -141,7 +141,7 @@ class ShardedState:
         """Wrap a moment as a shard; counts and absent moments stay unchanged."""
         if not isinstance(x, Tensor) or not x.ndim:
             return x
-        return self._network.part(name, from_slice(x, self._network.sharded[name]), x.dtype)
+        return self._network.weights.part(name, from_slice(x, self._network.weights.sharded[name]), x.dtype)
 
 
 class _Reader:
@@ -210,8 +210,8 @@ class ShardedSaver(ModelSaver):
 
     def _begun(self, new: Path, target: Path, with_value_head: bool) -> SavedFiles | None:
         """Write all files but the weights, and create those; None if ranks cannot write slices into them."""
-        network, module = self._network, self._network.gathered.module
-        weights = network.base_weights()
+        network, module = self._network, self._network.weights.gathered.module
+        weights = network.weights.base_weights()
         # One value in place of each weight: transformers then writes the other files, and drops the names that it does
         # not save. Tied weights have the same.
         stand_ins = {id(x): torch.zeros(1, dtype=x.dtype) for x in weights.values()}
@@ -238,15 +238,15 @@ class ShardedSaver(ModelSaver):
         weights = network.trains.base_weights(network.module)
         updates = {}
         if updated and network.trains.only_adds:
-            added = [name for name in self._added(network.base_weights()) if name.startswith("module.")]
-            updates = network.trains.updates(network.gather(network.device, added).module)
+            added = [name for name in self._added(network.weights.base_weights()) if name.startswith("module.")]
+            updates = network.trains.updates(network.weights.gather(network.device, added).module)
         if network.value_head is not None:
             head = network.value_head.state_dict(keep_vars=True)
             weights |= {f"{VALUE_HEAD}{name}": x for name, x in head.items()}
         own = {
             name: x
             for name, x in weights.items()
-            if name in files.places and network.saves(x) and writes(x, self._ranks, network.first_rank)
+            if name in files.places and network.weights.saves(x) and writes(x, self._ranks, network.weights.first_rank)
         }
 
         @torch.no_grad()
@@ -258,16 +258,16 @@ class ShardedSaver(ModelSaver):
             self._ranks.together(write)
         finally:
             if updates:
-                network.gathered.empty()
+                network.weights.gathered.empty()
 
     def _write_gathered(self, new: Path, target: Path, content: Content, with_value_head: bool) -> None:
         """Let rank 0 write a folder: adapters, which are few, or a model that ranks cannot write in slices."""
         network = self._network
-        weights = network.base_weights()
+        weights = network.weights.base_weights()
         heads = tuple(f"{name}." for name in SCALAR_HEADS)
         base = {name: x for name, x in weights.items() if not name.startswith(heads)}
         names = self._added(base) if content is Content.adapters else None
-        gathered = network.gather(torch.device("cpu") if self._ranks.leader else None, names)
+        gathered = network.weights.gather(torch.device("cpu") if self._ranks.leader else None, names)
 
         def write() -> None:
             with saving(target):
@@ -283,4 +283,4 @@ class ShardedSaver(ModelSaver):
     def _added(self, base: Mapping[str, Tensor]) -> list[str]:
         """Return the names, in the network, of the weights that `base` (`ShardedNetwork.base_weights`) lacks."""
         known = set(map(id, base.values()))
-        return [name for name, placed in self._network.placed.items() if id(placed.like) not in known]
+        return [name for name, placed in self._network.weights.placed.items() if id(placed.like) not in known]

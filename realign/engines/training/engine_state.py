@@ -169,7 +169,7 @@ class ModelSaver:
 
     def _add_tokenizer(self, new: Path, path: Path) -> None:
         save_tokenizer(self._tokenizer, new, path)
-        if self._network.images is not None:
+        if self._network.abilities.images is not None:
             copy_image_processor(self._tokenizer, new)
 
 

@@ -45,7 +45,7 @@ class InferenceEngine(DecodableEngine):
         self.tokenizer = tokenizer
         self.sampling = sampling
         compiled = CompiledDecode.on if sampling.exact else sampling.compiled_decode
-        self.fusion = Fusion(network.rollout_module, compiled) if network.fuses else None
+        self.fusion = Fusion(network.rollout_module, compiled) if network.abilities.fuses else None
         if sampling.exact and isinstance(network.head, LMHead):
             network.exact = ExactModel(network, self.fusion)
         self._seed = seed
@@ -64,13 +64,13 @@ class InferenceEngine(DecodableEngine):
             positions=positions_of(self.module),
             eos_token_ids=self._eos_token_ids(),
             live_head=language,
-            images=network.images is not None,
-            encoder_decoder=isinstance(network.unpacked, EncoderDecoder),
-            router_replay=network.replay is not None,
-            router_replay_obstacle=network.no_replay,
+            images=network.abilities.images is not None,
+            encoder_decoder=isinstance(network.abilities.unpacked, EncoderDecoder),
+            router_replay=network.abilities.replay is not None,
+            router_replay_obstacle=network.abilities.no_replay,
             sampling_replay=True,
             products=0 if has_experts else weights - looked_up,
-            size=size + (", unpacked" if network.unpacked is not None else ""),
+            size=size + (", unpacked" if network.abilities.unpacked is not None else ""),
         )
 
     @property

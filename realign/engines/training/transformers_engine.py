@@ -32,6 +32,7 @@ from realign.engines.training.stepper import Stepper, counted, single, step_weig
 from realign.engines.training.weights import WeightAverage
 from realign.errors import ConfigError
 from realign.models.host import Host
+from realign.models.network.abilities import prepare_module
 from realign.models.network.network import Network
 from realign.models.network.passes import Layout, Passes, side_by_side
 from realign.models.network.settings import NetworkSettings
@@ -85,7 +86,7 @@ class TransformersEngine(InferenceEngine):
         self._balancer = LoadBalancer(name, module, load_balancing)  # before a sharded network divides the routers
         network = self._network(name, module, settings, value_head, probed)
         super().__init__(name, network, tokenizer, sampling or InProcessSampling(), seed=seed)
-        self._balancer.check(network.unpacked)
+        self._balancer.check(network.abilities.unpacked)
         if optimizer is None:
             network.requires_grad_(False)
         self._modes = TrainingModes(network, dropout=settings.dropout, gradient_checkpointing=gradient_checkpointing)
@@ -102,7 +103,8 @@ class TransformersEngine(InferenceEngine):
     def _network(
         self, name: str, module: Any, settings: NetworkSettings, value_head: ValueNetwork | None, probed: Any
     ) -> Network:
-        return Network(name, module, settings, value_head, probed, self.host)
+        abilities = prepare_module(name, module, settings, value_head, probed)
+        return Network(name, module, settings, abilities, value_head, self.host)
 
     def _make_stepper(self, spec: OptimizerSpec) -> Stepper:
         return Stepper(self.name, spec, self.network.owned(), self.network.outer_ids(), self.host)
@@ -244,7 +246,7 @@ class TransformersEngine(InferenceEngine):
         return {} if load is None else load.metrics(self._sum_ranks)
 
     def _replay_metrics(self) -> Stats:
-        return {} if self.network.replay is None else self.network.replay.take_stats()
+        return {} if self.network.abilities.replay is None else self.network.abilities.replay.take_stats()
 
     def _sum_ranks(self, x: Tensor) -> Tensor:
         return x

@@ -19,21 +19,17 @@ from realign.api.sampling_mask import support_of
 from realign.errors import ConfigError
 from realign.functional.logprobs import LMHead
 from realign.models.host import Host
-from realign.models.network.attention import NotPackableError, layout_inputs
+from realign.models.network.abilities import Abilities
+from realign.models.network.attention import layout_inputs
 from realign.models.network.branches import Heard, ReferenceBranch, check_layers, layers_that_train, read_stack
-from realign.models.network.compiled_layers import compile_layers
-from realign.models.network.encoder_decoder import EncoderDecoder, EncoderDecoderCache
-from realign.models.network.heads import IMAGE_FAMILIES, is_encoder_decoder, read_body, read_head
-from realign.models.network.images import NO_IMAGES, ImageInputs
+from realign.models.network.encoder_decoder import EncoderDecoder
+from realign.models.network.heads import read_body, read_head
+from realign.models.network.images import NO_IMAGES
 from realign.models.network.output import PackedOutput, RowsOfRank, ScalarBranch, ScalarHead
-from realign.models.network.passed_context import pass_context_on
-from realign.models.network.passes import Layout, ParallelPasses, Passes, SharedPrompts, rewrites_rope
-from realign.models.network.probe import Autocast, compile_probed, probe, probe_branch, probe_head, probe_shared
-from realign.models.network.recurrence import segment_recurrent_layers
-from realign.models.network.routers import RouterReplay, Routers
-from realign.models.network.settings import NetworkSettings, TorchCompile
-from realign.models.network.trains import All
-from realign.models.network.unpacked import OwnCache, UnpackedModel, cost
+from realign.models.network.passes import Layout, Passes
+from realign.models.network.probe import probe_branch
+from realign.models.network.routers import Routers
+from realign.models.network.settings import NetworkSettings
 from realign.models.network.value_head import GuidedHead, ValueNetwork
 
 logger = logging.getLogger(__name__)
@@ -72,144 +68,45 @@ class _Valued(torch.autograd.Function):
 
 
 class Network(nn.Module):
-    """A transformers model in eval mode, with an optional value head.
-
-    Attributes:
-        unpacked: runs a model that cannot run packed; None if it runs packed.
-        own_cache: samples from such a model; None if it runs packed, or has a scalar head.
-        replay: replays choices of experts; None if the model cannot.
-        fuses: whether rollouts may join the weights of a layer, see `realign.samplers.in_process.compiled`.
-        images: reads the images of prompts; None if the network does not support images.
-    """
+    """A transformers model in eval mode, with an optional value head."""
 
     def __init__(
         self,
         name: str,
         module: Any,
         settings: NetworkSettings,
+        abilities: Abilities,
         value_head: ValueNetwork | None = None,
-        probed: Any = None,
         host: Host | None = None,
     ) -> None:
-        """Probe the model; see `TransformersEngine` for the arguments.
+        """Compose a network of a module and a value head that `prepare_module` has prepared.
 
-        `probed` is probed in place of a module whose weights are unread, see `probe.small_model`.
-
-        Raises:
-            ConfigError: the model family is not supported.
+        Args:
+            name: role of the model, for messages.
+            module: a transformers model.
+            settings: how passes are computed.
+            abilities: what the module can do.
+            value_head: its value head.
+            host: asks the other processes that have a part of the model.
         """
         super().__init__()
         self.name = name
         self.host = host or Host()
         self.module = module
         self.value_head = value_head
-        self.eval()
+        self.abilities = abilities
         self.trains = settings.trains
         self.heads: Mapping[str, LMHead] = {}
         """Language-model heads of other roles, for losses over the whole vocabulary."""
-        self.device: torch.device = next(module.parameters()).device
-        # both before the probe, which would otherwise find that these families cannot run packed
-        segment_recurrent_layers(module)
-        hooked = pass_context_on(module)
-        if probed is not None:
-            segment_recurrent_layers(probed)
-            pass_context_on(probed)
-        probed = module if probed is None else probed
-        self.replay: RouterReplay | None = None
         self.exact: ExactPasses | None = None
         """Computes the values of all passes as rollouts compute them; None: the modules compute them."""
-        self.no_replay = ""
-        """Why choices of experts cannot be replayed."""
-        try:
-            self.replay = RouterReplay(module)
-        except ConfigError as error:
-            self.no_replay = str(error)
+        self.device: torch.device = next(module.parameters()).device
+        self.autocast = abilities.autocast
         self._attention = settings.attention
         self._vocabulary = settings.vocabulary
         self._dropout = settings.dropout > 0
         self.draws = self._dropout or bool(self.trains.dropouts(module))
         """Whether training passes have dropout."""
-        self._shares = settings.shared_prompts is SharedPrompts.auto
-        # A branch records the inputs of the trunk's layers with hooks, which cannot tell concurrent passes apart.
-        alone = (value_head is not None and value_head.branch is not None) or rewrites_rope(module) or hooked
-        wanted = settings.parallel_passes is ParallelPasses.auto
-        self._parallel = wanted and self.device.type == "cpu" and not alone
-        pair = is_encoder_decoder(module.config)
-        self.fuses = settings.fused_rollout and not pair and isinstance(self.head, LMHead)
-        half_precision = settings.dtype == torch.bfloat16
-        self.autocast: Callable[[], AbstractContextManager[Any]] = partial(
-            torch.autocast, self.device.type, dtype=torch.bfloat16, enabled=half_precision
-        )
-        half = self.autocast if half_precision else None
-        self.unpacked: UnpackedModel | EncoderDecoder | None = None
-        self.own_cache: OwnCache | None = None
-        try:
-            if pair:
-                family = f"model family {module.config.model_type!r}"
-                raise NotPackableError(f"{family} is an encoder-decoder model, which cannot run packed.")
-            # On a CPU only the family can be wrong, which is an error. On an accelerator it may be the kernel, which
-            # only means that prompts are not shared (`_can_share`).
-            share = self._shares and self.device.type == "cpu"
-            probe(probed, read_head(probed), attention=settings.attention, autocast=half, share=share)
-        except NotPackableError as error:
-            self._unpack(probed, str(error))
-        except ConfigError as error:
-            raise ConfigError(f"models.{name}: {error}") from error
-        if self._shares and self.device.type != "cpu":
-            self._shares = self._can_share(probed, half)
-        # after the probe, which changes the attention of all layers
-        reads_images = module.config.model_type in IMAGE_FAMILIES
-        plain = self.unpacked is None and value_head is None and self.trains == All()
-        self.images = ImageInputs(module) if reads_images and plain else None
-        if settings.torch_compile.compiles:
-            self._compile(probed, settings.torch_compile)
-
-    def _unpack(self, probed: Any, reason: str) -> None:
-        """Run the model without packing, and log what that costs."""
-        try:
-            if self.value_head is not None and self.value_head.branch is not None:
-                raise ConfigError(f"{reason} Set head.value_head.layers=0.")
-            if is_encoder_decoder(self.module.config):
-                self.unpacked = EncoderDecoder(self.module, reason)
-            else:
-                self.unpacked = UnpackedModel(self.module, reason)
-                probe_head(probed, read_head(probed))
-        except ConfigError as error:
-            raise ConfigError(f"models.{self.name}: {error}") from error
-        if isinstance(self.unpacked, EncoderDecoder):
-            self.own_cache = EncoderDecoderCache(self.unpacked)
-        elif isinstance(self.head, LMHead):
-            self.own_cache = OwnCache(self.module)
-        self._shares = self._parallel = False
-        self.fuses = False
-        self.replay = None
-        self.no_replay = f"{reason} Replay requires a model that can run packed."
-        decoding = None if self.own_cache is None else self.own_cache.describe()
-        logger.warning(cost(self.name, self.unpacked.reason, decoding))
-
-    def _compile(self, probed: Any, backend: TorchCompile) -> None:
-        """Compile the decoder layers, see `compile_layers`."""
-        what = f"models.{self.name}.torch_compile={backend.value}"
-        if self.unpacked is not None:
-            reason = self.unpacked.reason.rstrip(".")
-            raise ConfigError(f"{what}: requires a model that can run packed. {reason}. Set torch_compile=off.")
-        if self.images is not None:
-            raise ConfigError(f"{what}: not supported by models that read images. Set torch_compile=off.")
-        try:
-            compile_probed(probed, backend)
-            if probed is not self.module:
-                compile_layers(self.module, backend)
-        except ConfigError as error:
-            raise ConfigError(f"{what}: {error} Set torch_compile=off.") from error
-
-    def _can_share(self, probed: Any, autocast: Autocast | None) -> bool:
-        """Return whether the kernel of an accelerator computes shared prompts correctly; log the reason if not."""
-        try:
-            probe_shared(probed, attention=self._attention, autocast=autocast)
-        except (ConfigError, RuntimeError) as error:
-            logger.warning("models.%s: prompts are not shared. %s", self.name, error)
-            return False
-        return True
 
     @property
     def head(self) -> LMHead | ScalarHead:
@@ -246,18 +143,18 @@ class Network(nn.Module):
         if self.exact is not None:
             self.exact.read(int(data.lengths[TOKENS].flat.max(initial=1)))
         draws = training and self.draws
-        share = self._shares and data[TOKENS].device.type == "cpu" and not draws
+        share = self.abilities.shares and data[TOKENS].device.type == "cpu" and not draws
         replays = ROUTER_EXPERTS in data
         if replays:
             self.check_replay()
         # routers cannot tell concurrent passes apart
-        threads = torch.get_num_threads() if parallel and self._parallel and not draws and not replays else 1
+        threads = torch.get_num_threads() if parallel and self.abilities.parallel and not draws and not replays else 1
         return Passes.of(data, mb_spec, share=share, threads=threads)
 
     def check_replay(self) -> None:
         """Raise ConfigError if the model cannot replay choices of experts."""
-        if self.replay is None:
-            raise ConfigError(f"models.{self.name}: choices of experts cannot be replayed: {self.no_replay}")
+        if self.abilities.replay is None:
+            raise ConfigError(f"models.{self.name}: choices of experts cannot be replayed: {self.abilities.no_replay}")
 
     def recorded_routers(self, config: GenerationConfig, module: Any) -> Routers | None:
         """Return the routers of `module`, this model or a copy of it, whose choices a rollout records, if any.
@@ -268,12 +165,14 @@ class Network(nn.Module):
         if not config.router_replay:
             return None
         self.check_replay()
-        assert self.replay is not None
-        return self.replay.routers if module is self.module else self.replay.routers.of_copy(module)
+        assert self.abilities.replay is not None
+        routers = self.abilities.replay.routers
+        return routers if module is self.module else routers.of_copy(module)
 
     def replaying(self) -> AbstractContextManager[None]:
         """Return a context of passes with gradients, see `RouterReplay.active`."""
-        return nullcontext() if self.replay is None else self.replay.active()
+        replay = self.abilities.replay
+        return nullcontext() if replay is None else replay.active()
 
     def run(
         self,
@@ -296,8 +195,9 @@ class Network(nn.Module):
         value = self.value_head if with_values else None
         layout = layout or Layout.plain(part.lengths[TOKENS])
         listening: AbstractContextManager[Heard] = nullcontext([]) if value is None else value.listening()
-        replay = nullcontext() if self.replay is None else self.replay.of(moved, layout, counts=training)
-        with listening as heard, replay:
+        replay = self.abilities.replay
+        routing = nullcontext() if replay is None else replay.of(moved, layout, counts=training)
+        with listening as heard, routing:
             hidden_RH = self._hidden(moved, layout) if self.exact is None else self._exact(self.exact, moved, layout)
         branch = None
         if value is not None:
@@ -310,8 +210,8 @@ class Network(nn.Module):
             limited = self.exact.head(limited)
         row_T = layout.rows_on(self.device)
         cu_seqlens = part.cu_seqlens()
-        pair = self.unpacked if isinstance(self.unpacked, EncoderDecoder) else None
-        predicted_T = None if pair is None else pair.predicted(moved, layout.pieces)
+        unpacked = self.abilities.unpacked
+        predicted_T = unpacked.predicted(moved, layout.pieces) if isinstance(unpacked, EncoderDecoder) else None
         masks = [(moved[key], x) for key, x in part.data.items() if x.dtype == torch.bool]
         return PackedOutput(
             hidden_RH,
@@ -341,8 +241,9 @@ class Network(nn.Module):
         """
         if not isinstance(self.head, LMHead):
             raise ConfigError(f"branch=reference requires a language model, but models.{self.name} has a scalar head")
-        if self.unpacked is not None and not self.trains.only_adds:
-            raise ConfigError(f"branch=reference requires a model that can run packed. {self.unpacked.reason}")
+        unpacked = self.abilities.unpacked
+        if unpacked is not None and not self.trains.only_adds:
+            raise ConfigError(f"branch=reference requires a model that can run packed. {unpacked.reason}")
         if self.trains.only_adds:
             if layers is not None:
                 raise ConfigError(f"layers={layers}: with LoRA, the reference is the base model. Remove layers.")
@@ -430,10 +331,10 @@ class Network(nn.Module):
             return weight.new_zeros(0, weight.shape[1])
         with self.autocast():
             images = self._image_rows(moved, layout)
-            if isinstance(self.unpacked, EncoderDecoder):
-                return self.unpacked.hidden(moved, layout.pieces)
-            if self.unpacked is not None:
-                return self.unpacked.hidden(moved[TOKENS], layout.pieces)
+            if isinstance(unpacked := self.abilities.unpacked, EncoderDecoder):
+                return unpacked.hidden(moved, layout.pieces)
+            if unpacked is not None:
+                return unpacked.hidden(moved[TOKENS], layout.pieces)
             # a call, not `forward`: FSDP2 shards this module, and its hooks gather the weights
             hidden: Tensor = self(**self._inputs(moved[TOKENS], layout) | images)
         return hidden[0]
@@ -457,9 +358,9 @@ class Network(nn.Module):
         """Return the inputs of a pass that depend on images; none for text."""
         if PIXELS not in moved or not len(moved[PIXELS]):
             return {}
-        if self.images is None:
+        if (images := self.abilities.images) is None:
             raise ConfigError(f"models.{self.name}: {NO_IMAGES}")
-        return {"input_ids": None, **self.images.rows(moved, layout)}  # transformers takes ids or embeddings, not both
+        return {"input_ids": None, **images.rows(moved, layout)}  # transformers takes ids or embeddings, not both
 
     def counts(self) -> tuple[int, int]:
         """Return the number of weights of the model without its value head, and how many of them are only looked up."""

@@ -88,7 +88,7 @@ class StreamingEngine:
 
     def _add(self, data: SequenceSample, keys_S: Tensor, config: GenerationConfig) -> SamplingCall:
         """Validate the prompts and queue a call for the loop."""
-        checked = checked_prompts(self.engine.module, data, config, self.engine.network.images)
+        checked = checked_prompts(self.engine.module, data, config, self.engine.network.abilities.images)
         with self.loop.on_stream():
             prompts = [p.to(self.engine.device) for p in checked]
         call = SamplingCall(prompts, keys_S, replace(config, n=1))

@@ -89,8 +89,8 @@ class RolloutModel:
             module,
             network.sampling_head(head, config),
             fusion=fusion,
-            own_cache=network.own_cache,
-            images=network.images,
+            own_cache=network.abilities.own_cache,
+            images=network.abilities.images,
             routers=network.recorded_routers(config, module),
             exact=network.exact if isinstance(network.exact, ExactModel) else None,
         )

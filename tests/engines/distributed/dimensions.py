@@ -217,7 +217,7 @@ def gradient(model: Model, loss: Any) -> dict[str, Tensor]:
     gradients = {}
     for i, (name, own) in enumerate(zip(names, network.owned(), strict=True)):
         if own.grad is not None:
-            gradients[name] = whole(network.like(own.grad, i)) if current().size > 1 else own.grad.clone()
+            gradients[name] = whole(network.weights.like(own.grad, i)) if current().size > 1 else own.grad.clone()
     engine._accumulated = None
     return of_all_stages(gradients)
 

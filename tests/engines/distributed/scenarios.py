@@ -273,7 +273,7 @@ def gradient(folder: Path, family: str = "llama", **settings: Any) -> dict[str, 
     network = machine.network
     names = [name for name, _ in network.named_parameters()]
     whole_or_part = [
-        p.grad if current().size == 1 else whole(network.like(p.grad, i)) for i, p in enumerate(network.owned())
+        p.grad if current().size == 1 else whole(network.weights.like(p.grad, i)) for i, p in enumerate(network.owned())
     ]
     return of_all_stages(dict(zip(names, whole_or_part, strict=True)))
 

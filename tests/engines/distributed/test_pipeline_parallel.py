@@ -17,6 +17,7 @@ from realign.api import GenerationConfig, SequenceSample
 from realign.engines import Sharding
 from realign.engines.distributed import pipeline_parallel
 from realign.engines.distributed.pipeline_parallel import in_stages, one_forward_one_backward
+from realign.engines.distributed.sharded_gradients import ShardedGradients
 from realign.engines.distributed.sharded_network import ShardedNetwork
 from realign.errors import RealignError
 from realign.models import Causal, TopLayers, ValueHead
@@ -63,7 +64,7 @@ def own_weights(folder: Path, sharding: Sharding, **settings: Any) -> dict[str, 
     model = scenarios.load(folder, "deep", sharding=sharding, **settings)
     network = model.engine.network
     waiting, most = 0, 0
-    hidden, differentiate = ShardedNetwork._hidden, ShardedNetwork.differentiate
+    hidden, differentiate = ShardedNetwork._hidden, ShardedGradients.differentiate
 
     def forward(self: ShardedNetwork, *arguments: Any) -> Any:
         nonlocal waiting, most
@@ -71,12 +72,12 @@ def own_weights(folder: Path, sharding: Sharding, **settings: Any) -> dict[str, 
         most = max(most, waiting)
         return hidden(self, *arguments)
 
-    def backward(self: ShardedNetwork, *arguments: Any) -> None:
+    def backward(self: ShardedGradients, *arguments: Any) -> None:
         nonlocal waiting
         waiting -= 1
         differentiate(self, *arguments)
 
-    with patch.object(ShardedNetwork, "_hidden", forward), patch.object(ShardedNetwork, "differentiate", backward):
+    with patch.object(ShardedNetwork, "_hidden", forward), patch.object(ShardedGradients, "differentiate", backward):
         data = random_sample([(30,)] * 7)
         counts = model.engine.train_batch(data, scenarios.BUDGET, scenarios.plain_loss, scenarios.weight)
     return {

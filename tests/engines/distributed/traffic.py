@@ -60,10 +60,10 @@ def formula(engine: Any, rows: int, trained: int, *, tensor: int = 1, expert: in
     """Return the elements that one training pass should give to collectives, for all-to-all the mean over ranks."""
     config = engine.network.module.config
     layers, hidden = config.num_hidden_layers, config.hidden_size
-    own = {name: p.to_local().numel() for name, p in engine.network.sharded.items()}
+    own = {name: p.to_local().numel() for name, p in engine.network.weights.sharded.items()}
     elements = Counter({"all-reduce": 1})  # whether a loss reached the head
     # FSDP: the root is gathered once, and a layer in each direction; gradients are summed once.
-    shards = {name: p.device_mesh["shard"].size() for name, p in engine.network.sharded.items()}
+    shards = {name: p.device_mesh["shard"].size() for name, p in engine.network.weights.sharded.items()}
     elements["all-gather"] += sum(n * (2 if ".layers." in name else 1) for name, n in own.items() if shards[name] > 1)
     elements["reduce-scatter"] += sum(n * shards[name] for name, n in own.items() if shards[name] > 1)
     experts = getattr(config, "num_experts", 0) and getattr(config, "num_experts_per_tok", 0)

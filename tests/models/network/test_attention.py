@@ -377,7 +377,7 @@ def test_a_broken_kernel_is_skipped_and_the_model_runs_packed(monkeypatch, caplo
     calls.clear()
     assert network.run(sample, sample).hidden_TH.isfinite().all()
     assert calls == [9] * network.module.config.num_hidden_layers
-    assert network.unpacked is None
+    assert network.abilities.unpacked is None
     (line,) = [r.getMessage() for r in caplog.records if "skips" in r.getMessage()]
     assert line.startswith(f"attention=auto skips flash-attn 2, which fails: {why}")
 
@@ -387,7 +387,7 @@ def test_without_a_kernel_that_works_sdpa_runs_packed(monkeypatch, tmp_path):
     install_broken(monkeypatch, tmp_path, "flash_attn", BROKEN["no library"][0])
     pretend_cuda(monkeypatch)  # varlen of torch does not run on a CPU
     assert kernels.preferred_kernel(Backend.auto, torch.device("cpu"), torch.bfloat16) == "sdpa"
-    assert tiny_engine("llama", dtype=torch.bfloat16).network.unpacked is None
+    assert tiny_engine("llama", dtype=torch.bfloat16).network.abilities.unpacked is None
 
 
 def test_a_broken_flash_3_is_skipped_for_flash_2(monkeypatch, tmp_path):

@@ -111,8 +111,8 @@ def test_greedy_tokens_equal_those_of_generate(family):
 @pytest.mark.parametrize("cached", [True, False])
 def test_sampled_log_probs_equal_those_of_scoring_when_responses_end_at_different_times(family, cached):
     engine = engine_of(family, sampling=InProcessSampling(max_slots=5))
-    assert engine.network.own_cache.cached
-    engine.network.own_cache.cached = cached
+    assert engine.network.abilities.own_cache.cached
+    engine.network.abilities.own_cache.cached = cached
     data, prompts = prompts_of(4, 8, 2)
     config = GenerationConfig(n=4, max_new_tokens=12, temperature=0.7, stop_token_ids=list(range(3, 20)))
     out = engine.generate(data, config, seed=3)
@@ -133,8 +133,8 @@ def test_a_cache_that_gives_other_results_is_not_used(monkeypatch):
     monkeypatch.setattr(EncoderDecoder, "_difference", lambda self: 0.0)
     monkeypatch.setattr(EncoderDecoder, "whole", lambda self, *given: whole(self, *given) * 1.01)
     engine = engine_of("t5")
-    assert not engine.network.own_cache.cached
-    assert engine.network.own_cache.describe() == "recompute the whole response for every token"
+    assert not engine.network.abilities.own_cache.cached
+    assert engine.network.abilities.own_cache.describe() == "recompute the whole response for every token"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -318,7 +318,7 @@ def test_a_decoder_half_still_runs_as_a_causal_model():
 def test_a_verified_family_samples_as_transformers_does_and_scores_as_it_samples(family):
     module = family_pair(family)
     engine = engine_over(module)
-    assert engine.network.own_cache.cached == (family != "m2m_100")
+    assert engine.network.abilities.own_cache.cached == (family != "m2m_100")
     data, prompts = prompts_of(5, 9, 2)
     out = engine.generate(data, GenerationConfig(n=2, max_new_tokens=8, greedy=True, stop_token_ids=[]), seed=0)
     torch.testing.assert_close(scored(engine, out), out["logprobs"], atol=1e-5, rtol=1e-5)

@@ -50,7 +50,7 @@ def test_the_memory_estimate_knows_the_families_that_run_unpacked():
 @pytest.mark.parametrize("family", families("packed", "unpacked"))
 def test_greedy_tokens_equal_those_of_transformers_and_log_probs_those_of_scoring(family):
     engine = engine_of(family)
-    assert (engine.network.unpacked is None) == (TABLE[family]["state"] == "packed")
+    assert (engine.network.abilities.unpacked is None) == (TABLE[family]["state"] == "packed")
     prompts = [torch.randint(3, VOCAB, (n,), generator=torch.Generator().manual_seed(n)) for n in (5, 9, 7)]
     data = SequenceSample.from_sequences(["a", "b", "c"], {"prompt_ids": [[p] for p in prompts]})
     out = engine.generate(data, GenerationConfig(n=2, max_new_tokens=6, greedy=True, stop_token_ids=[]), seed=0)

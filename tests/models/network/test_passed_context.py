@@ -26,7 +26,7 @@ def gradient(engine, data, spec):
 @pytest.mark.parametrize("family", ["nemotron", "stablelm"])
 def test_the_gradient_of_packed_sequences_is_the_sum_of_those_alone(family):
     engine = engine_of(family, gradient_checkpointing=True)
-    assert engine.network.unpacked is None
+    assert engine.network.abilities.unpacked is None
     found = gradient(engine, DATA, MicroBatchSpec())
     parts = [gradient(engine, DATA.take_sequences([s]), MicroBatchSpec()) for s in range(DATA.n_sequences)]
     for name, x in found.items():

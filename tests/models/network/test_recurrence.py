@@ -54,7 +54,7 @@ def random_prompts(*lengths):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_packed_log_probs_equal_those_of_each_sequence_alone_with_shared_prompts(family):
     engine, data = engine_of(family), grouped(5)
-    assert engine.network.unpacked is None
+    assert engine.network.abilities.unpacked is None
     assert engine.network.passes(data, MicroBatchSpec()).saved
     model = alone(family)
     with torch.no_grad():

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -70,7 +72,7 @@ def assert_same(a, b, atol=1e-6):
 def perturb(engine, std=0.3):
     """Change the routers, so that they choose other experts for many tokens."""
     generator = torch.Generator().manual_seed(1)
-    for router in engine.network.replay.routers.modules:
+    for router in engine.network.abilities.replay.routers.modules:
         router.weight += std * torch.randn(router.weight.shape, generator=generator)
 
 
@@ -171,7 +173,7 @@ def forced(engine, data):
 
     from torch.overrides import TorchFunctionMode
 
-    routers = engine.network.replay.routers
+    routers = engine.network.abilities.replay.routers
     experts = experts_per_token(data).long().unflatten(-1, (len(routers.modules), -1))
 
     class Choose(TorchFunctionMode):
@@ -202,14 +204,14 @@ def forced(engine, data):
     for number, router in enumerate(routers.modules):
         stack.callback(router.register_forward_pre_hook(lambda *x, i=number: enter(i, *x)).remove)
         stack.callback(router.register_forward_hook(lambda *x, i=number: leave(i, *x)).remove)
-    engine.network._shares = False
+    engine.network.abilities = replace(engine.network.abilities, shares=False)
     return stack
 
 
 def test_ties_of_routers_do_not_change_the_log_probs():
     """All experts are equally probable up to rounding, and the inputs of the routers have noise."""
     engine = moe_engine()
-    routers = engine.network.replay.routers.modules
+    routers = engine.network.abilities.replay.routers.modules
     with torch.no_grad():
         for router in routers:
             router.weight[:] = router.weight[:1] * (1 + 1e-7 * torch.arange(4)[:, None])
@@ -285,7 +287,7 @@ def test_a_pass_leaves_no_hook_and_no_choices_behind():
     want = logprobs(engine, not_replayed(out))
     train(engine, out)
     logprobs(engine, out)
-    assert not any(router._forward_hooks for router in engine.network.replay.routers.modules)
+    assert not any(router._forward_hooks for router in engine.network.abilities.replay.routers.modules)
     torch.testing.assert_close(logprobs(engine, not_replayed(out)), want)
 
 

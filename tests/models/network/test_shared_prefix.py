@@ -13,7 +13,9 @@ from realign.api.stats import stat_values
 from realign.engines import OptimizerSpec, SharedModel, TransformersModel
 from realign.errors import ConfigError
 from realign.models import Causal, Lora, TopLayers, ValueHead
+from realign.models.network.abilities import can_share
 from realign.models.network.attention import PackedContext
+from realign.models.network.kernels import Backend
 from realign.models.network.passes import (
     MIN_SAVED,
     Layout,
@@ -321,9 +323,9 @@ def test_prompts_are_shared_through_a_kernel_of_an_accelerator(monkeypatch, name
 def test_an_accelerator_shares_prompts_if_its_kernel_can(monkeypatch, caplog, dtype):
     network = tiny_engine("llama", dtype=dtype).network
     autocast = network.autocast if dtype == torch.bfloat16 else None
-    assert network._can_share(network.module, autocast)
+    assert can_share("actor", network.module, Backend.auto, autocast)
     monkeypatch.setattr(PackedContext, "_after", property(lambda self: [-1] * len(self._lengths)))
-    assert not network._can_share(network.module, autocast)
+    assert not can_share("actor", network.module, Backend.auto, autocast)
     assert "models.actor: prompts are not shared. model family 'llama' cannot share prompts: hidden st" in caplog.text
 
 
@@ -340,7 +342,7 @@ def test_a_kernel_that_aligns_queries_with_the_first_keys_shares_nothing(monkeyp
     install_flash(monkeypatch, "flash_attn")
     pretend_cuda(monkeypatch)
     network = tiny_engine("llama", dtype=torch.bfloat16).network
-    assert not network._can_share(network.module, network.autocast)
+    assert not can_share("actor", network.module, Backend.auto, network.autocast)
     assert "cannot share prompts in bfloat16: hidden states differ by" in caplog.text
 
 

@@ -53,7 +53,7 @@ def one_per_token(part):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_log_probs_equal_those_of_each_sequence_alone(family):
     engine, data = engine_of(family), random_sample([LENGTHS[:3], LENGTHS[3:]])
-    assert engine.network.unpacked is not None
+    assert engine.network.abilities.unpacked is not None
     model, want = alone(family), []
     with torch.no_grad():
         for ids in data.sequences():
@@ -121,8 +121,8 @@ def test_sampled_log_probs_equal_those_of_scoring_when_responses_end_at_differen
 
 
 def test_a_family_whose_cache_is_not_exact_recomputes_each_text():
-    assert engine_of("bloom").network.own_cache.cached
-    assert not engine_of("rwkv").network.own_cache.cached
+    assert engine_of("bloom").network.abilities.own_cache.cached
+    assert not engine_of("rwkv").network.abilities.own_cache.cached
 
 
 def test_the_warning_names_the_family_and_what_it_costs(caplog):

@@ -158,7 +158,7 @@ def test_decode_steps_do_not_wait_for_the_device_and_the_end_of_a_block_does(set
 def test_stop_strings_and_models_that_run_unpacked_synchronize_at_every_step() -> None:
     model = tiny_model(**UNTIED)
     config, device = GenerationConfig(stop_strings=["a"]), torch.device("cpu")
-    decoder = tiny_engine("bloom").network.own_cache
+    decoder = tiny_engine("bloom").network.abilities.own_cache
     for chosen, model_decoder in ((config, tiny_packed(model)), (GenerationConfig(), decoder)):
         stopping = Stopping(chosen, STOPS, tiny_tokenizer(), VOCAB, device)
         assert (

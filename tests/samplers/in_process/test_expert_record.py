@@ -32,7 +32,7 @@ def logprobs(engine, data):
 
 
 def decoder_of(engine):
-    return PackedDecoder(ModuleTrunk(engine.module), engine.network.replay.routers)
+    return PackedDecoder(ModuleTrunk(engine.module), engine.network.abilities.replay.routers)
 
 
 @torch.no_grad()

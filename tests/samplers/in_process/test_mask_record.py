@@ -52,7 +52,7 @@ def by_hand(engine, data):
             row = logits_TV[t - 1, kept.long()].log_softmax(-1) if len(kept) else torch.zeros(1)
             logprobs.append(row[kept.tolist().index(int(ids[t]))] if len(kept) else row[0])
             entropies.append(-(row.exp() * row).sum())
-    if engine.network.unpacked is None:
+    if engine.network.abilities.unpacked is None:
         use_attention(engine.module, ATTENTION)
     return torch.stack(logprobs), torch.stack(entropies)
 
