@@ -38,7 +38,6 @@ from realign.rewards.pool.functions import (
     name_of,
 )
 from realign.rewards.pool.http import HttpReward
-from realign.rewards.pool.keeper import WORKER_NAME
 from realign.rewards.pool.limits import WorkerLimits, limits_memory
 from realign.rewards.pool.processes import Answers, WorkerProcesses
 from realign.rewards.pool.secrets import masked, secret_variables
@@ -52,6 +51,7 @@ from realign.rewards.pool.worker import (
     answer,
     answer_concurrently,
 )
+from realign.rewards.pool.worker_process import WORKER_NAME
 from realign.settings import Count, Fraction, NonNegative, NonNegativeInt, Positive, checked
 from realign.text import headline, log_file
 

@@ -20,7 +20,6 @@ from queue import SimpleQueue
 from typing import Any, TypeAlias
 
 from realign.errors import RewardError
-from realign.rewards.pool.keeper import start_kept
 from realign.rewards.pool.limits import KEPT, WorkerLimits
 from realign.rewards.pool.worker import (
     SLICE_S,
@@ -33,6 +32,7 @@ from realign.rewards.pool.worker import (
     checked_answers,
     serve,
 )
+from realign.rewards.pool.worker_process import kill_session, start_worker
 
 logger = logging.getLogger(__name__)
 
@@ -43,8 +43,9 @@ _LARGEST_CHUNK = 128
 # A chunk for an `async def` function has this many times the items that a worker answers at a time.
 _ROUNDS = 4
 _START_S = 120.0  # time that a worker may take to start and import the function
-_END_S = 3.0  # time that a keeper may take to kill what the function started
+_END_S = 3.0  # time that a killed process may take to end
 _PAUSE_S = 0.005
+_POLL_S = 1.0
 # Seconds that an `async def` function has to end after its cancellation, before its worker is stopped.
 _GRACE_S = 5.0
 _RESTARTS = 3
@@ -232,18 +233,14 @@ class _Crew:
     def cancel(self, reply: _Reply) -> None:
         """Drop a chunk; stop the worker that already answers it."""
         if not reply.cancel() and (worker := self._at_work.get(reply)) is not None:
-            worker.process.terminate()  # its thread waits for the end
+            worker.kill()  # its thread waits for the end
 
     def close(self) -> None:
         """Stop all processes. Every reply that is still open fails."""
         with self._lock:
             self.closed = True
         atexit.unregister(self.close)
-        workers = list(self._workers)
-        # Terminate all before waiting for one: their keepers then work at the same time.
-        for worker in workers:
-            worker.process.terminate()
-        for worker in workers:
+        for worker in list(self._workers):
             worker.stop()
         for _ in self._threads:
             self._chunks.put(None)
@@ -323,7 +320,7 @@ class _Worker:
         source = arguments[0]
         with_main = isinstance(source, bytes) and b"__main__" in source
         self._pipe, theirs = multiprocessing.Pipe()
-        self.process = start_kept(serve, (theirs, *arguments), with_main=with_main)
+        self.process = start_worker(serve, (theirs, *arguments), with_main=with_main)
         # Now only the worker holds this end, so reading ours fails as soon as it is gone.
         theirs.close()
         self._late = False
@@ -343,6 +340,9 @@ class _Worker:
         try:
             if chunk is not None:
                 self._pipe.send(chunk)
+            while not self._pipe.poll(_POLL_S):
+                if self.process.exitcode is not None:  # a daemon that the function has left can hold the other end
+                    raise EOFError
             return self._pipe.recv()
         except (EOFError, OSError):
             self._wait()
@@ -356,17 +356,18 @@ class _Worker:
         self._late = True
         self.stop()
 
+    def kill(self) -> None:
+        """Kill the process and what its function started."""
+        if self.process.pid is not None:
+            kill_session(self.process.pid)
+
     def stop(self) -> None:
-        """Stop the process: its keeper kills what the function started, and is killed if that takes too long."""
-        self.process.terminate()
+        """Kill the process and what its function started, and wait for its end."""
+        self.kill()
         self._wait()
-        self.process.kill()
 
     def _wait(self) -> None:
-        """Wait for the keeper, which first kills what the function started. Its sentinel already ends with the worker.
-
-        `join` with a limit waits without one if only the keeper is left, and a function can stop its keeper.
-        """
+        """Wait for the end of the process. `join` would also wait for a daemon that the function has left."""
         stop = time.monotonic() + _END_S
         while self.process.exitcode is None and time.monotonic() < stop:
             time.sleep(_PAUSE_S)
@@ -374,7 +375,6 @@ class _Worker:
     def end(self) -> None:
         """Stop the process, and release what the run holds of it."""
         self.stop()
-        self.process.join()
         self._pipe.close()
 
 
