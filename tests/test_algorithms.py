@@ -117,18 +117,6 @@ def is_within(key: str, places: list[str]) -> bool:
     return any(key == place or key.startswith(f"{place}.") for place in places)
 
 
-def test_the_grid_has_all_experiments_that_presets_are_for_and_few_exclude_each_other():
-    other = {"dpo", "gkd", "ilql", "kto", "online_dpo", "raft", "reward_model", "reward_sentiment"}
-    other |= {"self_distillation", "sft", "sft_arithmetic", "sft_sentiment"}
-    other |= {f"lm_human_preferences_reward{task}" for task in ("", "_cnndm", "_tldr")}
-    assert {*rl_experiments()} == {*list_experiments()} - other
-    special = {"grpo_agent", "grpo_environment", "on_policy_distillation"}
-    without_agents = [pair for pair in PAIRS if pair[0] not in special]
-    assert len(without_agents) >= 210
-    assert INHERENT.keys() <= {*PAIRS}
-    assert len(without_agents) - len(INHERENT.keys() & {*without_agents}) >= 200
-
-
 QUICK = ("grpo", "ppo", "lm_human_preferences")
 """Experiments that are composed with every preset in the quick tests."""
 
@@ -220,16 +208,6 @@ def test_trap_g7_an_algorithm_means_the_same_wherever_it_stands_and_yields_to_ov
     assert made.interfaces["actor"].adv_norm.eps == 0.5
     assert made.interfaces["actor"].entropy_coef == 0.1
     assert list_algorithms()[name], "the first comment line of an algorithm says what it is"
-
-
-@pytest.mark.parametrize("name", EACH)
-def test_an_algorithm_stands_over_templates_with_a_reward_function_and_with_a_reward_model(name):
-    given = ["models.actor.path=m", "data.path=p.jsonl", *NEEDS.get(name, [])]
-    rule = [*given, "interfaces.reward.function=realign.rewards.arithmetic:exact_answer"]
-    learned = [*given, "models.reward.path=r", "interfaces.actor.generation.n=4"]
-    for experiment, overrides in (("grpo", rule), ("ppo", learned)):
-        made = build_experiment(compose([f"experiment={experiment}", f"algorithm={name}", *overrides]))
-        assert all(rpc.model != "critic" for rpc in made.graph.rpcs)
 
 
 @pytest.mark.parametrize("name", EACH)

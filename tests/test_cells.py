@@ -7,8 +7,6 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from realign.cells import answers_of
 from realign.errors import DataError
@@ -50,11 +48,3 @@ def test_texts_of_an_answer(cell, texts):
 def test_what_may_be_one_answer_or_several_is_an_error(cell):
     with pytest.raises(DataError, match=r"^the answer"):
         answers_of(cell)
-
-
-@given(st.one_of(st.text(), st.integers(), st.floats(allow_nan=False)))
-def test_what_python_writes_is_an_answer_and_no_text_is_blank(cell):
-    found = answers_of(cell)
-    assert all(text == text.strip() != "" for text in found)
-    assert str(cell).strip() in found or not str(cell).strip()
-    assert answers_of([cell, None]) == found

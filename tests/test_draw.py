@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from realign.api import RPC, DataflowGraph, Sync
-from realign.draw import DATASET, FORMATS, Flow, flows, to_mermaid, to_svg, to_text
+from realign.draw import DATASET, FORMATS, Flow, flows, to_svg, to_text
 
 SVG = "{http://www.w3.org/2000/svg}"
 SCORED = ("input_ids", "loss_mask")
@@ -49,15 +49,6 @@ def test_text_names_every_call_once_in_order_and_who_reads_what():
     assert "ref_logprobs ──▶ actor_train, critic_train" in text
     assert "truncated  (unread)" in text
     assert "(order only) ┄┄▶ critic_train" in text
-
-
-def test_mermaid_has_a_node_for_every_call_and_an_edge_for_every_reader():
-    text = to_mermaid(ppo())
-    assert text.startswith("flowchart TD\n")
-    for i, rpc in enumerate(ppo().order, 1):  # n0 is the dataset
-        assert f'n{i}["<b>{rpc.name}</b><br/>{rpc.model} · {rpc.method}"]' in text
-    assert '  n5 -- "values" --> n6\n' in text
-    assert "  n6 -.-> n7\n" in text
 
 
 def sides(rect: ET.Element) -> tuple[float, float, float, float]:
@@ -105,18 +96,6 @@ def test_svg_shows_every_call_and_key_with_nothing_on_top_of_another():
     assert {rpc.name for rpc in ppo().rpcs} <= set(texts)
     assert {key for rpc in ppo().rpcs for key in (*rpc.inputs, *rpc.outputs)} <= set(texts)
     assert_readable(ppo())
-
-
-def test_svg_has_an_arrow_for_every_reader_of_a_bundle():
-    paths = ET.fromstring(to_svg(ppo())).findall(f"{SVG}g/{SVG}path")
-    assert len([path for path in paths if path.get("fill") != "none"]) == sum(len(f.targets) for f in flows(ppo()))
-
-
-def test_svg_gives_one_color_to_a_role():
-    groups = ET.fromstring(to_svg(ppo())).findall(f"{SVG}g/{SVG}g")
-    fill = {g.findall(f"{SVG}text")[0].text: g.find(f"{SVG}rect").get("fill") for g in groups}
-    assert fill["actor_gen"] == fill["actor_inf"] == fill["actor_train"]
-    assert len({fill[name] for name in ("actor_gen", "reward_inf", "ref_inf", "critic_inf", DATASET)}) == 5
 
 
 @st.composite

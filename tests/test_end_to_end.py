@@ -13,10 +13,8 @@ import torch
 from realign.api import GenerationConfig, MicroBatchSpec
 from realign.config import build_experiment, compose
 from realign.data import TextData, WithPretraining
-from realign.demo.__main__ import experiments
 from realign.demo.__main__ import main as demo
 from realign.demo.arithmetic import add_without_carry, prepare, readable, written
-from realign.demo.launch import Demo
 from realign.errors import ConfigError
 from realign.functional import KLEstimator
 from realign.interfaces.components import KLPenalty, KLPlace
@@ -145,19 +143,6 @@ def test_dynamic_sampling_with_a_real_model_trains_on_groups_with_spread(task, r
     assert len(batch) == 8 - values["dynamic_sampling/missing_prompts"]
 
 
-def test_remax_with_a_real_model_shares_its_weights(task, reward, tmp_path):
-    remax = ["experiment=remax", f"models.actor.path={task.model}", f"data.path={task.prompts}", reward, HERE]
-    sizes = ["steps=1", "batch_prompts=8", "interfaces.actor.generation.max_new_tokens=5", f"output_dir={tmp_path}/run"]
-    runtime = LocalRuntime(build_experiment(compose([*remax, *sizes])))
-    assert runtime.models["baseline"].engine.engine is runtime.models["actor"].engine
-    values, batch = runtime.step(1)
-    runtime.close()
-    assert values["optimizer_steps"] == 1
-    assert values["first_logprob_diff_max"] == pytest.approx(0, abs=1e-5)
-    assert len(batch["baseline_rewards"]) == len(batch) == 8
-    assert values["rollout_tokens"] == int(batch["loss_mask"].sum())
-
-
 @pytest.mark.parametrize("recompute", [False, True])
 def test_trap_b1_the_ratio_is_one_with_a_real_model(task, tmp_path, recompute):
     runtime = LocalRuntime(
@@ -241,12 +226,6 @@ def test_the_demo_ends_with_a_line_of_json_and_its_picture_and_shows_a_response_
     assert Path(last["curves"]).read_bytes()[:4] == b"\x89PNG"
 
 
-def test_the_control_shuffles_the_rewards_that_train_and_not_those_that_judge():
-    for argument, shuffled in (("shuffle=true", True), ("shuffle=false", False)):
-        _, grpo = experiments(Demo.parse([argument], name="demo", runs=["sft"]))
-        assert (grpo.interfaces["reward"].shuffle, grpo.evaluation.reward.shuffle) == (shuffled, False)
-
-
 @pytest.mark.parametrize("argument", ["seed=x", "shuffle=maybe"])
 def test_the_demo_says_what_it_does_not_understand(capsys, argument):
     assert demo([argument]) == 2
@@ -278,10 +257,6 @@ def test_an_interrupted_demo_says_so(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("realign.demo.__main__.run", interrupted)
     assert demo([f"output_dir={tmp_path / 'demo'}"]) == 130
     assert "interrupted" in capsys.readouterr().err
-
-
-def test_sums_are_shown_as_people_read_them():
-    assert [readable("37+45=", answer) for answer in ("28", "72", "2+")] == ["37+45=82", "37+45=27", "37+45=2+"]
 
 
 def test_the_task_holds_out_both_orders_and_spoils_demonstrations(task):

@@ -12,7 +12,7 @@ from realign.api import Model, SequenceSample
 from realign.engines import SharedModel
 from realign.errors import ConfigError
 from realign.interfaces.grpo import GRPOActorInterface
-from realign.runtime import Async, CheckpointSpec, run
+from realign.runtime import Async, run
 from realign.runtime import models as loading
 from realign.runtime.local import LocalRuntime
 from realign.runtime.models import load_models
@@ -104,14 +104,6 @@ def test_a_restored_run_gives_the_sampler_the_weights_of_the_checkpoint(tmp_path
     resumed.close()
 
 
-def test_a_killed_run_continues_with_the_same_samples(tmp_path):
-    every = {"checkpoint": CheckpointSpec(every_steps=1), "resume": "auto", "evaluation": None}
-    run(experiment(tmp_path, steps=2, **every))
-    continued = run(experiment(tmp_path, steps=4, **every))
-    whole = run(experiment(tmp_path, steps=4, output_dir=tmp_path / "whole", evaluation=None))
-    assert continued.series("loss") == whole.series("loss")
-
-
 def test_a_role_that_shares_the_model_shares_the_sampler(tmp_path, opened):
     plain = experiment(tmp_path)
     shared = replace(plain, models=plain.models | {"ref": SharedModel("actor")})
@@ -121,26 +113,6 @@ def test_a_role_that_shares_the_model_shares_the_sampler(tmp_path, opened):
     models["actor"].publish_weights(4)
     assert (found.version, opened[0].version) == (4, 4)
     opened[0].close()
-
-
-def test_a_sampler_is_closed_when_the_other_models_cannot_be_loaded(tmp_path, opened):
-    plain = experiment(tmp_path)
-    broken = SharedModel("missing")
-    graph = replace(
-        plain.graph, rpcs=(*plain.graph.rpcs, replace(plain.graph.rpcs[0], name="x", model="other", outputs=()))
-    )
-    with pytest.raises(ConfigError, match="missing"):
-        load_models(SimpleExperiment(plain, graph, {"other": broken}))
-    assert "closed" in opened[0].stopped
-
-
-class SimpleExperiment:
-    """Experiment with a role that cannot be loaded. `Experiment` itself would raise an error."""
-
-    def __init__(self, plain, graph, more):
-        self.seed, self.graph, self.interfaces = plain.seed, graph, plain.interfaces
-        self.models = plain.models | more
-        self.roles, self.trained_roles = (*plain.roles, *more), plain.trained_roles
 
 
 def test_an_external_sampler_under_torchrun_is_refused(tmp_path, monkeypatch):

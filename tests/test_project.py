@@ -10,27 +10,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-import realign
-from realign.version import DISTRIBUTION, UNKNOWN, installed_version
-
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
-
-
-def test_the_version_is_that_of_the_distribution(monkeypatch):
-    assert realign.__version__ == installed_version()
-    assert PROJECT["project"]["name"] == DISTRIBUTION
-    monkeypatch.setattr("realign.version.DISTRIBUTION", "no-such-distribution")
-    assert installed_version() == UNKNOWN
-
-
-def test_messages_name_the_distribution():
-    texts = {path: path.read_text(encoding="utf-8") for path in (ROOT / "realign").rglob("*.py")}
-    assert not [path for path, text in texts.items() if re.search(r"pip install '?realign[\[']", text)]
-    extras = {extra for text in texts.values() for extra in re.findall(r"realign-rl\[([a-z-]+)\]", text)}
-    assert extras
-    assert extras <= set(PROJECT["project"]["optional-dependencies"])
 
 
 def test_pypi_gets_absolute_links():

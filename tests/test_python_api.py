@@ -116,17 +116,6 @@ def test_values_of_python_mean_what_they_mean_on_the_command_line(folder, given,
     assert capsys.readouterr().err == ("note: lr=0.001 was read as models.actor.optimizer.lr=0.001\n" * ("lr" in given))
 
 
-def test_a_file_and_a_folder_of_your_own_work_as_experiments(folder):
-    text = "defaults: [/experiment/grpo]\nname: mine\n"
-    (folder / "mine.yaml").write_text(text, encoding="utf-8")
-    (folder / "own" / "experiment").mkdir(parents=True)
-    (folder / "own" / "experiment" / "other.yaml").write_text(text.replace("mine", "other"), encoding="utf-8")
-    given = {"model": Path("model"), "data": ["rows.jsonl", "rows.jsonl"], "reward": "reward.py:score"}
-    mine = realign.load_experiment(Path("mine.yaml"), **given)
-    assert (mine.name, mine.data.path) == ("mine", ["rows.jsonl", "rows.jsonl"])
-    assert realign.load_experiment("other", config_dir="own", **given).name == "other"
-
-
 def test_components_are_passed_as_objects(folder):
     model = TransformersModel("model", optimizer=OptimizerSpec(lr=0.25))
     data = PromptData("rows.jsonl", limit=3)
@@ -222,14 +211,6 @@ def test_errors_are_those_of_the_command_line(folder):
         with pytest.raises((ConfigError, DataError), match=message) as caught:
             realign.train("grpo", quiet=True, **arguments)
         assert caught.value._render_traceback_() == [f"error: {caught.value}"]
-
-
-def test_an_experiment_object_takes_no_settings(folder):
-    own = {**SMALL, "interfaces.reward.workers": 0}  # workers would import what this file imports
-    experiment = realign.load_experiment("grpo", model="model", data=ROWS, reward=score, **own)
-    with pytest.raises(ConfigError, match="steps: an Experiment has all its settings"):
-        realign.train(experiment, steps=3)
-    assert realign.train(experiment, quiet=True).folder == Path("runs/grpo").absolute()
 
 
 def test_several_processes_use_the_command_line(folder, monkeypatch):
@@ -420,12 +401,6 @@ def test_a_run_of_a_session_function_cannot_resume_elsewhere(folder):
     assert [record["step"] for record in done.history] == [0, 1, 2, 3]
     same = realign.train("grpo", model="model", data="rows.jsonl", reward=function, resume="auto", quiet=True, **again)
     assert same.history == done.history
-
-
-def test_settings_of_workers_have_no_effect_on_a_session_function(folder):
-    given = {"model": "model", "data": "rows.jsonl", "reward": in_session(), **SMALL}
-    with pytest.raises(ConfigError, match=r"interfaces.reward.workers=4: has no effect on a function of a Python"):
-        realign.load_experiment("grpo", **given, **{"interfaces.reward.workers": 4})
 
 
 def test_a_notebook_shows_progress_below_its_cell(monkeypatch):

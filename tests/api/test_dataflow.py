@@ -56,23 +56,6 @@ def test_edges_follow_from_keys() -> None:
 
 
 @settings(deadline=None)
-@given(st.permutations([GEN, REWARD, REF, TRAIN]))
-def test_the_order_obeys_the_edges_and_is_as_declared_where_they_allow(rpcs: list[RPC]) -> None:
-    order = names(graph(*rpcs))
-    assert order[0] == "actor_gen"
-    assert order[-1] == "actor_train"
-    assert order[1:3] == [rpc.name for rpc in rpcs if rpc.method == "inference"]
-    assert order == names(graph(*rpcs))
-
-
-@settings(deadline=None)
-@given(st.permutations([f"rpc{i}" for i in range(6)]))
-def test_free_calls_stay_as_declared(declared: list[str]) -> None:
-    rpcs = [RPC(name, "m", "inference", outputs=(f"key_{name}",)) for name in declared]
-    assert names(graph(*rpcs)) == declared
-
-
-@settings(deadline=None)
 @given(st.integers(2, 7), st.data())
 def test_any_graph_without_a_circle_is_ordered_by_first_come_among_the_ready(n: int, data: st.DataObject) -> None:
     after = {i: data.draw(st.sets(st.integers(0, i - 1))) if i else set() for i in range(n)}
@@ -92,17 +75,6 @@ def test_the_calls_that_lead_to_a_key() -> None:
     assert found.leading_to("prompt_ids") == ()
     late = graph(replace(GEN, after=("other",)), REWARD, other)
     assert [rpc.name for rpc in late.leading_to("rewards")] == ["other", "actor_gen", "reward_inf"]
-
-
-def test_a_models_inference_comes_before_its_train_step() -> None:
-    train = RPC("train", "actor", "train_step", inputs=("prompt_ids",))
-    score = RPC("score", "actor", "inference", inputs=("prompt_ids",), outputs=("values",))
-    other = RPC("other", "critic", "inference", inputs=("prompt_ids",), outputs=("critic_values",))
-    found = graph(train, other, score)
-    assert names(found) == ["other", "score", "train"]
-    assert found.edges["train"] == {"score": ()}  # there is no edge to a call of another model
-    assert names(graph(train, other)) == ["train", "other"]
-    assert names(graph(train, replace(score, method="generate"))) == ["score", "train"]
 
 
 def test_two_train_steps_of_a_model_stay_as_declared() -> None:
@@ -212,10 +184,6 @@ def test_unread_keys_are_listed_unless_they_are_results() -> None:
     assert graph(GEN).unread() == ["input_ids", "logprobs"]
 
 
-def test_an_empty_graph_has_an_empty_order() -> None:
-    assert DataflowGraph(()).order == ()
-
-
 class Policy(ModelInterface):
     """Generates and trains."""
 
@@ -240,11 +208,6 @@ class Rule(Scorer):
 
 
 ROLES: dict[str, type[ModelInterface]] = {"actor": Policy, "ref": Scorer, "reward": Rule}
-
-
-def test_roles_that_can_do_their_work_pass() -> None:
-    graph().check_roles(ROLES, ["actor", "ref"])
-    graph().check_roles(ROLES, iter(["actor", "ref", "reward"]))
 
 
 @pytest.mark.parametrize(
@@ -285,11 +248,6 @@ def test_trap_g6_a_sync_of_a_role_without_a_network_is_refused() -> None:
     synced = graph(sync={"reward": Sync("actor")})
     with pytest.raises(GraphError, match=r"sync.reward: role 'reward' has no model \(valid: actor, ref\)"):
         synced.check_roles(ROLES, ["actor", "ref"])
-
-
-def test_a_sync_is_told_for_people() -> None:
-    assert Sync("actor").describe() == "actor"
-    assert Sync("actor", weight=0.1, every_steps=10).describe() == "0.9 own + 0.1 actor, every 10 steps"
 
 
 def test_the_nearest_name_is_suggested_and_all_are_listed() -> None:

@@ -4,11 +4,10 @@ import pytest
 import torch
 
 from realign.api import MicroBatchSpec
-from realign.api.engine import copied_head, role_of_hidden
+from realign.api.engine import copied_head
 from realign.engines import OptimizerSpec, SharedModel, TransformersModel
 from realign.functional import LMHead
 from realign.models import Lora, Score, TopLayers
-from realign.testing import BigramEngine
 from tests.tiny import random_sample, save_tiny, tiny_engine
 
 ONE = MicroBatchSpec()
@@ -63,19 +62,8 @@ def test_the_head_of_a_frozen_branch_is_that_of_the_start(tmp_path, trains):
     assert not branch.capabilities().live_head
 
 
-def test_a_bigram_engine_has_a_head():
-    engine = BigramEngine(seed=3)
-    found = copied_head(engine.forward)
-    assert torch.equal(found.weight_VH.T, engine.logits_VV)
-
-
 def test_a_reward_model_has_no_head_for_distributions(tmp_path):
     folder = str(save_tiny(tmp_path / "m", head="score"))
     engine = TransformersModel(folder, device="cpu", head=Score()).load("reward", seed=0).engine
     with pytest.raises(ValueError, match=r"models\.reward has a scalar head"):
         engine.lm_head()
-
-
-def test_the_suffix_of_a_key_names_the_role():
-    assert role_of_hidden("teacher_hidden") == "teacher"
-    assert role_of_hidden("teacher_logprobs") is None

@@ -60,13 +60,6 @@ class Counting(BigramEngine):
         return super().generate(data, config, seed=seed)
 
 
-def test_generate_is_that_of_the_engine_with_the_samplers_version():
-    sampler = InProcessSampler(BigramEngine(), version=5)
-    out, want = sampler.generate(prompts(), CONFIG, seed=1), BigramEngine().generate(prompts(), CONFIG, seed=1)
-    assert all(torch.equal(out[key], want[key]) for key in want.keys)
-    assert torch.equal(out["versions"], torch.where(out["loss_mask"], 5, -1).int())
-
-
 def test_requests_that_wait_are_one_call_of_the_engine():
     engine = Counting()
     sampler = InProcessSampler(engine)
@@ -106,15 +99,6 @@ def test_requests_of_other_seeds_settings_or_prompts_are_calls_of_their_own():
     want = [InProcessSampler(BigramEngine()).submit(r).result() for r in [first, *others]]
     assert [h.result().ids.tolist() for h in handles] == [w.ids.tolist() for w in want]
     assert sorted(ids for ids, _ in engine.calls) == [("a",), ("a",), ("a",), ("a", "b")]
-
-
-def test_a_cancelled_request_is_not_sampled():
-    engine = Counting()
-    sampler = InProcessSampler(engine)
-    one, two = [sampler.submit(Request(i, 0, torch.tensor([1]), CONFIG, 0)) for i in "ab"]
-    assert one.cancel()
-    two.result()
-    assert engine.calls == [(("b",), 1)]
 
 
 def test_an_error_of_the_engine_is_the_result_of_the_requests_of_its_call():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import numpy as np
@@ -82,59 +81,11 @@ def test_loads_differ_by_one_group_at_most(nested: list[list[int]], n: int) -> N
     assert not loads or max(loads) - min(loads) <= max(units_of(nested, None))
 
 
-@settings(deadline=None)
-@given(st.lists(st.integers(0, 30), min_size=1, max_size=7), st.integers(1, 3))
-def test_the_largest_load_is_within_grahams_bound_of_the_best(sizes: list[int], n: int) -> None:
-    n = min(n, len(sizes))
-    plan = plan_microbatches(Lengths.of([[size] for size in sizes]), MicroBatchSpec(None, n))
-    assignments = itertools.product(range(n), repeat=len(sizes))
-    best = min(max(sum(s for s, b in zip(sizes, a, strict=True) if b == i) for i in range(n)) for a in assignments)
-    assert max(loads_of(plan, [[size] for size in sizes])) <= (4 / 3 - 1 / (3 * n)) * best + 1e-9
-
-
-@settings(deadline=None)
-@given(NESTED, LIMIT, st.integers(1, 4))
-def test_the_plan_is_a_pure_function(nested: list[list[int]], limit: int | None, n: int) -> None:
-    plans = [plan_microbatches(Lengths.of(nested), MicroBatchSpec(limit, n)) for _ in range(2)]
-    assert [p.tolist() for p in plans[0]] == [p.tolist() for p in plans[1]]
-
-
-def test_a_plan_worked_by_hand() -> None:
-    lengths = Lengths.of([[5, 4], [8], [2, 2], [3, 3, 9], [1]])
-    # Budget 10: the 15 tokens of prompt 3 exceed it, so the prompt is cut into 3, 3 and 9.
-    # The 37 tokens need 4 micro-batches. The plan assigns the largest piece first, to the emptiest micro-batch.
-    # The loads 9 (prompt 0), 9 (sequence 7), 8 and 4 each open a micro-batch.
-    # Both 3s join the 4, and the 1 joins the 8.
-    plan = plan_microbatches(lengths, MicroBatchSpec(10))
-    assert [p.tolist() for p in plan] == [[0, 1], [2, 8], [3, 4, 5, 6], [7]]
-
-
-def test_loads_are_evened_out_over_what_was_opened_late() -> None:
-    """Plan 13 pieces of 5 tokens with budget 19.
-
-    Four micro-batches have room for 65 tokens, but only for 12 pieces. The plan balances the loads of all five.
-    """
-    nested = [[5]] * 13
-    assert sorted(loads_of(plan_microbatches(Lengths.of(nested), MicroBatchSpec(19)), nested)) == [10, 10, 15, 15, 15]
-
-
 def test_loads_are_left_uneven_where_evening_out_would_break_the_budget() -> None:
     sizes = [31, 30, 30, 28, 28, 27, 17, 15, 11, 11, 9]  # 15 + 11 + 9 = 35 exceeds the budget
     nested = [[size] for size in sizes]
     plan = plan_microbatches(Lengths.of(nested), MicroBatchSpec(34))
     assert loads_of(plan, nested) == [31, 30, 30, 28, 28, 27, 32, 31]
-
-
-def test_a_group_of_exactly_the_budget_stays_whole() -> None:
-    plan = plan_microbatches(Lengths.of([[5, 5], [4], [4]]), MicroBatchSpec(10))
-    assert [p.tolist() for p in plan] == [[0, 1], [2, 3]]
-
-
-def test_trap_d10_never_over_the_cap() -> None:
-    lengths = Lengths.of([[7]] * 8)
-    plan = plan_microbatches(lengths, MicroBatchSpec(8))
-    assert [p.tolist() for p in plan] == [[i] for i in range(8)]  # ceil(56 / 8) = 7 micro-batches would exceed the cap
-    assert len(plan_microbatches(Lengths.of([[7] * 8]), MicroBatchSpec(8))) == 8
 
 
 @pytest.mark.parametrize(
@@ -227,11 +178,6 @@ def test_trap_d9_ranks_that_agree_on_the_largest_number_get_it(short: list[list[
         assert len(again) == agreed
 
 
-def test_trap_d9_five_long_and_five_short() -> None:
-    short = plan_microbatches(Lengths.of([[5]] * 5), MicroBatchSpec(100, n_microbatches=5))
-    assert len(short) == len(plan_microbatches(Lengths.of([[90]] * 5), MicroBatchSpec(100))) == 5
-
-
 @pytest.mark.parametrize("limit", [None, 4])
 def test_trap_a14_empty_sequences_stand_in_the_plan(limit: int | None) -> None:
     plan = plan_microbatches(Lengths.of([[0], [0, 0], [], [1]]), MicroBatchSpec(limit, n_microbatches=3))
@@ -286,15 +232,3 @@ def test_restore_refuses_parts_that_do_not_fit() -> None:
     double = [parts[0], parts[1].with_data({"score": torch.zeros(1).double()}, like="score"), parts[2]]
     with pytest.raises(ValueError, match="key 'score' is float64 for 'b', but float32 for 'a'"):
         batches.restore(double)
-
-
-def test_restore_of_nothing_keeps_the_ids() -> None:
-    empty = SequenceSample.from_sequences(["a", "b"], {"input_ids": [[], []]}, {"row": [1, 2]})
-    batches = empty.split(MicroBatchSpec(3))
-    assert len(batches) == 0
-    assert batches.restore([]).ids == ("a", "b")
-    assert batches.restore([]).keys == set()
-
-
-def test_microbatches_print_short() -> None:
-    assert repr(batch().split(MicroBatchSpec(3))) == "MicroBatches(3 micro-batches of 3 to 3 rows of 'input_ids')"

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -69,11 +67,6 @@ def test_trap_b4_settings_that_distort_the_distribution_are_listed(settings: dic
     assert GenerationConfig(**settings).distorted() == found
 
 
-def test_two_configs_share_no_list() -> None:
-    GenerationConfig().stop_strings.append("x")
-    assert GenerationConfig().stop_strings == []
-
-
 @pytest.mark.parametrize(
     ("parts", "seed"),
     [
@@ -98,21 +91,6 @@ def test_another_use_has_another_seed(a: int, some: list[str | int], b: int, oth
     assert (derive_seed(a, *some) == derive_seed(b, *other)) == ((a, some) == (b, other))
 
 
-def test_names_of_uses_do_not_run_together() -> None:
-    uses = [("a", "b"), ("a/b",), ("ab",), ("a", "b", ""), ("a", '", "b'), ("1",), (1,), ("",), ()]
-    assert len({derive_seed(0, *use) for use in uses}) == len(uses)
-    assert derive_seed(np.int64(3), np.int32(1)) == derive_seed(3, 1)
-
-
-def test_seeds_look_random() -> None:
-    """Two consecutive seeds differ in half of their 63 bits on average (tolerance: 6 standard errors)."""
-    uses = itertools.product(range(10), ("actor", "ref"), range(20))
-    seeds = [derive_seed(root, role, step) for root, role, step in uses]
-    assert len(set(seeds)) == 400
-    differing = [(a ^ b).bit_count() for a, b in itertools.pairwise(seeds)]
-    assert abs(np.mean(differing) - 31.5) < 6 * math.sqrt(63 / 4 / len(differing))
-
-
 @dataclass
 class CountingEngine:
     """Records the version passed to each call of `start_step`."""
@@ -134,11 +112,6 @@ def test_a_model_counts_its_steps_and_derives_seeds_from_them() -> None:
     assert seeds == [derive_seed(5, "actor", "generate", version) for version in range(3)]
     assert model.call_seed("minibatches") not in seeds
     assert model.engine is engine
-
-
-def test_a_role_without_a_network_says_so() -> None:
-    with pytest.raises(ValueError, match=r"role 'reward' has no model. Set models\.reward"):
-        _ = Model("reward", None).engine
 
 
 class Scorer(ModelInterface):

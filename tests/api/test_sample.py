@@ -18,7 +18,6 @@ from realign.api import GenerationConfig, Lengths, MicroBatchSpec, SequenceSampl
 from realign.api.sample import IMAGE_KEYS, shard, with_own_metadata, with_response_index
 from realign.api.sampler import requests_of
 from realign.functional.normalization import Scope, normalize
-from realign.runtime.ray.wire_format import from_wire, to_wire
 from tests.images import image_prompts, image_sample
 
 DTYPES = {
@@ -192,17 +191,6 @@ def test_select_and_merge_are_inverse(naive: Naive, data: st.DataObject) -> None
 
 @settings(deadline=None)
 @given(naive_batches())
-def test_rename_changes_names_only(naive: Naive) -> None:
-    sample = naive.sample()
-    swapped = sample.rename({"short": "rewards", "rewards": "short", "row": "source"})
-    assert content(swapped, "short") == naive.data["rewards"]
-    assert content(swapped, "rewards") == naive.data["short"]
-    assert swapped.metadata["source"] == sample.metadata["row"]
-    assert_holds(swapped.rename({"short": "rewards", "rewards": "short", "source": "row"}), naive)
-
-
-@settings(deadline=None)
-@given(naive_batches())
 def test_pickling_keeps_everything(naive: Naive) -> None:
     sample = naive.sample()
     for made in (pickle.loads(pickle.dumps(sample)), copy.deepcopy(sample)):
@@ -245,19 +233,6 @@ def test_keys_are_added_by_token_by_sequence_and_by_lengths_of_their_own() -> No
     assert "row" in sample
     assert sample.get("absent") is None
     assert example().keys == {"input_ids", "row"}
-
-
-def test_keys_with_equal_lengths_share_them() -> None:
-    sample = example().with_data({"x": torch.zeros(6)}, lengths=Lengths.of([[2, 1], [3]]))
-    assert sample.lengths["x"] is sample.lengths["input_ids"]
-    joined = SequenceSample.gather(sample.unpack())
-    assert joined.lengths["x"] is joined.lengths["input_ids"]
-
-
-def test_lists_of_numbers_get_one_dtype() -> None:
-    sample = SequenceSample.from_sequences(["a", "b"], {"x": [[[1], []], [[0.5, 2]]], "ids": [[[], [3]], []]})
-    assert sample["x"].tolist() == [1.0, 0.5, 2.0]
-    assert sample["ids"].dtype == torch.int64  # an empty list does not change token ids to floats
 
 
 def test_trap_a8_an_optional_key_on_some_samples_only() -> None:
@@ -408,38 +383,6 @@ def test_nothing_of_a_sample_can_be_replaced() -> None:
     assert built.metadata["row"] == (1,)
 
 
-def test_it_prints_shapes_and_lengths_and_no_content() -> None:
-    sample = example().with_sequences(rewards=torch.full((3,), 123.25))
-    assert repr(sample) == (
-        "SequenceSample(2 prompts: 'a', 'b')\n"
-        "  input_ids        [6]          int64    3 sequences of 1 to 3, mean 2.0\n"
-        "  rewards          [3]          float32  3 sequences of 1 to 1, mean 1.0\n"
-        "  row              one object per prompt"
-    )
-    lengths = Lengths(np.full(1000, 1), np.full(1000, 1000))
-    large = SequenceSample(tuple(range(1000)), {"x": torch.zeros(10**6, dtype=torch.bool)}, {"x": lengths})
-    assert repr(large).startswith("SequenceSample(1000 prompts: 0, 1, 2, ... (1000 in all))\n")
-    assert len(repr(large)) < 200
-    assert "no sequences" in repr(SequenceSample.from_sequences(["a"], {"input_ids": [[]]}))
-    assert repr(SequenceSample(())) == "SequenceSample(0 prompts: )"
-
-
-def test_meta_has_shapes_without_content() -> None:
-    meta = example().with_sequences(rewards=torch.ones(3)).meta()
-    assert meta["input_ids"].device.type == "meta"
-    assert meta["input_ids"].shape == (6,)
-    assert meta.metadata == example().metadata
-    assert repr(meta).splitlines()[1] == repr(example()).splitlines()[1]
-    assert meta.take([1, 0])["input_ids"].shape == (6,)
-    assert [mb["rewards"].shape for mb in meta.split(MicroBatchSpec(3))] == [(2,), (1,)]
-    assert pickle.loads(pickle.dumps(meta))["input_ids"].device.type == "meta"
-
-
-def test_to_moves_every_tensor() -> None:
-    assert example().to("cpu")["input_ids"].tolist() == [1, 2, 3, 4, 5, 6]
-    assert {x.device.type for x in example().to(torch.device("meta")).data.values()} == {"meta"}
-
-
 def test_more_rows_than_int32_can_count_are_refused() -> None:
     n = 2**31
     sample = SequenceSample(("a",), {"x": torch.empty(n, device="meta")}, {"x": Lengths.of([[n]])})
@@ -464,11 +407,6 @@ def test_minibatches_deal_every_prompt_out_once_in_an_order_that_the_generator_d
     again = data.minibatches(3, np.random.default_rng(0))
     assert [part.ids for part in again] == [part.ids for part in parts]
     assert [part.ids for part in data.minibatches(3, np.random.default_rng(1))] != [part.ids for part in parts]
-
-
-def test_fewer_prompts_than_minibatches_make_one_each():
-    data = SequenceSample.from_sequences(range(2), {"input_ids": [[[i]] for i in range(2)]})
-    assert sorted(part.ids for part in data.minibatches(3, np.random.default_rng(0))) == [(0,), (1,)]
 
 
 SIZES = [[(2, 3)], [], [(3, 3), (1, 2)], [(2, 2)]]
@@ -503,11 +441,6 @@ def test_images_follow_their_prompts_in_another_order(data):
         assert_same_images(part, data)
 
 
-def test_the_prompts_of_a_batch_can_be_parted_and_gathered(data):
-    assert equal(SequenceSample.gather(data.unpack()), data)
-    assert equal(SequenceSample.gather(data.chunks(3)), data)
-
-
 @pytest.mark.parametrize("budget", [32, 40, 100])
 def test_micro_batches_with_a_part_of_a_group_have_the_images_of_its_prompt(data, budget):
     batches = data.split(MicroBatchSpec(max_tokens_per_microbatch=budget))
@@ -522,17 +455,6 @@ def test_shards_for_ranks_have_the_images_of_their_prompts(data, ranks):
     for part in parts:
         assert_same_images(part, data)
     assert equal(parts.restore(list(parts)), data)
-
-
-def test_images_survive_pickling_and_the_wire_format(data):
-    assert equal(pickle.loads(pickle.dumps(data)), data)
-    assert equal(from_wire(pickle.loads(pickle.dumps(to_wire(data)))), data)
-
-
-def test_selected_tokens_keep_their_images(data):
-    assert data.select(["input_ids"]).keys == {"input_ids", *IMAGE_KEYS}
-    assert data.select(["loss_mask"]).keys == {"loss_mask"}
-    assert image_prompts(SIZES).select(["prompt_ids"]).keys == {"prompt_ids", *IMAGE_KEYS}
 
 
 def test_requests_with_images_are_rejected():
@@ -574,20 +496,6 @@ def test_every_prompt_stands_whole_in_one_part_and_comes_back(nested: list[list[
     assert same(parts.restore(list(parts)), whole)
 
 
-@settings(deadline=None)
-@given(NESTED, st.integers(1, 6))
-def test_loads_differ_by_one_prompt_at_most(nested: list[list[int]], n: int) -> None:
-    parts = shard(batch(nested), n, "input_ids")
-    loads = [part.lengths["input_ids"].total for part in parts]
-    assert max(loads) - min(loads) <= max(map(sum, nested), default=0)
-
-
-def test_longest_prompts_go_first_to_the_lightest_rank() -> None:
-    # 9 -> rank 0; 8 -> rank 1; 7 -> rank 1 (8 < 9); 3 -> rank 0; 2 -> rank 0 (12 < 15)
-    parts = shard(batch([[2], [3], [3, 4], [9], [8]]), 2, "input_ids")
-    assert [part.ids for part in parts] == [("p0", "p1", "p3"), ("p2", "p4")]
-
-
 def test_ranks_without_prompts_need_no_keys_to_come_back() -> None:
     parts = shard(batch([[4], [2]]), 3, "input_ids")
     assert [len(part) for part in parts] == [1, 1, 0]
@@ -595,25 +503,6 @@ def test_ranks_without_prompts_need_no_keys_to_come_back() -> None:
     back = parts.restore([*results, SequenceSample(())])
     assert back["score"].tolist() == [0, 1]
     assert parts[2]["input_ids"].dtype == torch.int64
-
-
-def test_prompts_without_sequences_come_back_without_any() -> None:
-    parts = shard(batch([[4, 1], [], []]), 2, "input_ids")
-    assert [part.ids for part in parts] == [("p0",), ("p1", "p2")]
-    back = parts.restore([parts[0].select(["score"]), SequenceSample(("p1", "p2"))])
-    assert back.lengths["score"].nested() == ((1, 1), (), ())
-    with pytest.raises(ValueError, match="key 'score' is missing for ids 'p0'"):
-        parts.restore([SequenceSample(("p0",)), parts[1].select(["score"])])
-
-
-def test_results_may_be_cut_in_another_way() -> None:
-    parts = shard(batch([[4], [2], [1]]), 2, "input_ids")
-    results = [
-        SequenceSample.from_sequences(part.ids, {"new": [[[int(i[1:])] * 2] * 3 for i in part.ids]}) for part in parts
-    ]
-    back = parts.restore(results)
-    assert back.lengths["new"].nested() == ((2, 2, 2),) * 3
-    assert back["new"].tolist() == [0] * 6 + [1] * 6 + [2] * 6
 
 
 def test_results_that_do_not_fit_are_refused() -> None:

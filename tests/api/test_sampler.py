@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import threading
-from concurrent.futures import CancelledError
 
 import pytest
 import torch
@@ -10,17 +9,12 @@ from realign.api import GenerationConfig, Model, Request, SequenceSample
 from realign.api.sampler import (
     Completion,
     FutureHandle,
-    SamplerSpec,
-    Tokens,
     generate_by_requests,
     requests_of,
     sample_of,
-    samples_externally,
 )
-from realign.engines import TransformersModel
-from realign.samplers import InProcessSampling
 from realign.testing import SAMPLER_CHECKS, BigramEngine, check_sampler
-from tests.table_sampler import CONFIG, TableSampler, TableSampling, prompts
+from tests.table_sampler import CONFIG, TableSampler, prompts
 
 
 def table(**settings) -> TableSampler:
@@ -149,14 +143,6 @@ def test_many_threads_of_one_handle_get_one_result():
     assert all(ids == found[0] for ids in found)
 
 
-def test_which_model_specs_sample_outside_their_engine():
-    assert not samples_externally(object())
-    assert not samples_externally(TransformersModel("x", sampler=InProcessSampling(max_slots=3)))
-    assert samples_externally(TransformersModel("x", sampler=TableSampling()))
-    with pytest.raises(NotImplementedError, match="SamplerSpec does not implement open"):
-        SamplerSpec().open("actor", BigramEngine(), None)
-
-
 def test_the_seed_of_a_response_follows_from_seed_id_and_index():
     ids = torch.tensor([1])
     seeds = {
@@ -165,23 +151,3 @@ def test_the_seed_of_a_response_follows_from_seed_id_and_index():
     assert len(seeds) == 18
     assert Request("1", 0, ids, CONFIG, 0).response_seed == Request(1, 0, ids, CONFIG, 0).response_seed
     assert all(0 <= seed < 2**63 for seed in seeds)
-
-
-def test_a_handle_around_a_future_shows_tokens_at_the_end():
-    handle = FutureHandle(Request("a", 0, torch.tensor([1, 2]), CONFIG, 0))
-    assert (handle.done, len(handle.tokens().ids)) == (False, 0)
-    with pytest.raises(TimeoutError):
-        handle.result(0.01)
-    handle.future.set_result(completion(3))
-    assert (handle.done, handle.tokens().ids.tolist(), handle.cancel()) == (True, [3], False)
-    cancelled = FutureHandle(handle.request)
-    assert cancelled.cancel()
-    assert not cancelled.cancel()
-    assert len(cancelled.tokens().ids) == 0
-    with pytest.raises(CancelledError):
-        cancelled.result()
-
-
-def test_tokens_of_a_response_that_has_not_begun_are_empty_and_typed():
-    none = Tokens.none(torch.tensor([1, 2]))
-    assert (none.ids.dtype, none.logprobs.dtype, none.versions.dtype) == (torch.int64, torch.float32, torch.int32)

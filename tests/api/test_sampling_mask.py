@@ -36,12 +36,6 @@ def test_records_are_joined_and_cut():
     assert sets(SamplingMask.of([])) == []
 
 
-def test_batches_are_split_and_gathered():
-    data = with_masks(batch(), [SamplingMask.of([[7, 2], [3]]), None, SamplingMask.of([[6, 9, 8]])])
-    back = SequenceSample.gather([data.take([1]), data.take([0])])
-    assert [None if m is None else sets(m) for m in masks_of(back)] == [[[], [6, 9, 8]], [[], [7, 2], [3]], None]
-
-
 def test_sizes_must_match_the_ids_and_the_tokens():
     with pytest.raises(ValueError, match="sequence 1 has 1 tokens, but its sampling mask has 2"):
         with_masks(batch(), [None, SamplingMask.none(2), None])

@@ -97,37 +97,6 @@ def test_masked_slots_have_no_effect() -> None:
     assert stat_values({"max": masked_max(torch.zeros(0), torch.zeros(0, dtype=torch.bool))}) == {}
 
 
-def test_a_mean_is_weighted_and_a_sum_is_reported_as_it_is() -> None:
-    parts: list[Stats] = [{"m": Mean(t(2.0), t(1)), "n": Sum(t(3))}, {"m": Mean(t(1.0), t(3))}, {"n": Sum(t(4))}]
-    assert stat_values(merge_stats(parts)) == {"m": 0.75, "n": 7.0}
-
-
-def test_a_plain_pair_is_a_mean() -> None:
-    pair = (t(3.0), t(2))
-    assert stat_values({"m": pair}) == {"m": 1.5}
-    merged = merge_stats([{"m": pair}, {"m": Mean(t(1.0), t(2))}])
-    assert isinstance(merged["m"], Mean)
-    assert stat_values(merged) == {"m": 1.0}
-
-
-def test_truth_values_and_half_precision_add_up() -> None:
-    yes = torch.tensor(True)
-    half = torch.tensor(1.0, dtype=torch.bfloat16)
-    parts = [{"n": Sum(yes), "share": Mean(yes, yes), "half": Sum(half)} for _ in range(300)]
-    assert stat_values(merge_stats(parts)) == {"n": 300.0, "share": 1.0, "half": 300.0}
-
-
-def test_merging_keeps_no_graph() -> None:
-    x = torch.tensor(2.0, requires_grad=True)
-    merged = merge_stats([{"m": Mean(x * 2, t(1)), "s": Sum(x)}, {"m": Mean(x, t(1))}])
-    assert not any(field.requires_grad for stat in merged.values() for field in stat)
-
-
-def test_plain_numbers_and_one_element_tensors_are_taken() -> None:
-    parts = [{"m": Mean(3.0, 1), "s": Sum(torch.ones(1))}, {"m": Mean(t(1.0), t(1)), "s": Sum(t(1.0))}]  # type: ignore[arg-type]
-    assert stat_values(merge_stats(parts)) == {"m": 2.0, "s": 2.0}
-
-
 @pytest.mark.parametrize(
     ("a", "b", "kinds"),
     [
@@ -219,15 +188,6 @@ def test_traces_are_the_same_however_the_batch_is_cut_and_change_nothing_else(n_
     for key, values in whole.items():
         for name, x_T in values.items():
             assert torch.allclose(found[key][name], x_T, atol=1e-6), (key, name)
-
-
-def test_a_trace_holds_the_values_of_the_loss():
-    data = random_batch().select(KEYS)
-    _, stats = trained(PPOActorInterface(), MicroBatchSpec(trace_ids=data.ids), data)
-    ratio = torch.cat([one.values["token/ratio"] for one in traced(stats, data.ids)])
-    mask = torch.cat([one.values["token/mask"] for one in traced(stats, data.ids)]).bool()
-    assert float(ratio[mask].mean()) == pytest.approx(stat_values(stats)["ratio_mean"], rel=1e-5)
-    assert {"token/ratio", "token/entropy", "token/advantage", "token/mask"} <= set(stats)
 
 
 def test_token_values_are_dropped_unless_their_prompt_is_traced():

@@ -1,7 +1,7 @@
 import pytest
 
 from realign.cells import read_column
-from realign.data.columns import only_one, overlap
+from realign.data.columns import only_one
 from realign.errors import DataError
 
 ROW = {"question": {"text": "a"}, "answers": [{"text": "b"}, {"text": "c"}], "a.b": 1}
@@ -37,11 +37,3 @@ def test_only_one_of_several_columns_may_be_there():
     assert only_one(ROW, ["x", "y"], "s") is None
     with pytest.raises(DataError, match=r"found the columns \['question', 'answers'\]. Set s to one of them"):
         only_one(ROW, ["question", "answers"], "s")
-
-
-def test_columns_overlap_if_one_contains_the_other():
-    assert overlap({"a": "messages", "b": "messages.1.content"}) == (
-        "b='messages.1.content': it is part of a='messages'. Use different columns."
-    )
-    assert overlap({"a": "messages.0.content", "b": "messages.1.content", "c": None}) is None
-    assert overlap({"a": "message", "b": "messages"}) is None

@@ -13,7 +13,6 @@ from realign.config import ConfigError, build
 from realign.data import (
     Dataset,
     DataSpec,
-    PreferenceData,
     PromptData,
     PromptsWithResponses,
     SupervisedData,
@@ -83,22 +82,6 @@ def test_trap_c17_both_datasets_are_used_evenly_whatever_their_sizes(prompts, te
     assert max(times.values()) - min(times[row] for row in range(texts)) <= 1
 
 
-@unhurried
-@given(st.permutations([(e, p) for e in range(2) for p in range(3)]), st.integers(1, 3))
-def test_what_a_prompt_brings_depends_on_nothing_but_its_place(order, per_prompt):
-    data = both(3, 4, per_prompt)
-    alone = [data.texts_of([place]) for place in order]
-    assert data.texts_of(order) == [pair for pairs in alone for pair in pairs]
-    assert both(3, 4, per_prompt).texts_of(order) == data.texts_of(order)
-
-
-def test_the_order_of_texts_follows_its_seed():
-    everything = [(epoch, row) for epoch in range(3) for row in range(8)]
-    assert len({tuple(both(8, 8, seed=seed).texts_of(everything)) for seed in range(5)}) == 5
-    rows = [row for _, row in both(8, 8).texts_of(everything)]
-    assert rows[:8] != rows[8:16] != list(range(8))
-
-
 @pytest.fixture
 def files(tmp_path):
     def write(name, *rows):
@@ -129,15 +112,6 @@ def test_a_config_node_takes_any_two_data_nodes(files):
     assert sample.metadata["row"] == ({"prompt": "1+1="}, {"prompt": "2+2="})
     with pytest.raises(ConfigError, match=r"data\.pretraining\._target_: Table is not a DataSpec"):
         build({**node, "pretraining": {"_target_": "realign.data.Table"}}, DataSpec, "data")
-
-
-def test_demonstrations_and_rows_of_several_sequences_come_along_too(files):
-    prompts = PromptData(files["prompts"])
-    sample = WithPretraining(prompts, SupervisedData(files["pairs"])).load(make_tokenizer()).sample([(0, 0), (3, 1)])
-    assert sample["ptx_input_ids"].tolist() == [*characters("ab"), EOS] * 2
-    assert sample["ptx_loss_mask"].tolist() == [False, True, True] * 2
-    several = WithPretraining(prompts, PreferenceData(files["preferences"]), 2).load(make_tokenizer()).sample([(0, 0)])
-    assert several.lengths["ptx_input_ids"].nested() == ((3, 4, 3, 4),)
 
 
 def test_datasets_that_do_not_fit_are_named(files):

@@ -6,11 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realign.api import SequenceSample
 from realign.data import AssistantMasks, PreferenceData, PromptData, SupervisedData, Template, TooLong, Turns
-from realign.data.encoding import Ending, decoded_row
+from realign.data.encoding import decoded_row
 from realign.data.writer import Writer
-from realign.errors import ConfigError, DataError, SettingsError
+from realign.errors import DataError, SettingsError
 from realign.tokenization import Tokens
 from tests.data.chat_templates import (
     CHATML,
@@ -122,18 +121,6 @@ def test_the_token_masks_by_hand(write):
     assert (sample["prompt_mask"] == ~sample["loss_mask"]).all()
 
 
-def test_whitespace_that_a_template_trims_is_no_error(load):
-    (found,) = runs(load([{"messages": [user(" a\n"), assistant(" b ")]}], LLAMA3, "<|eot_id|>"))
-    header = "<|start_header_id|>{}<|end_header_id|>\n\n"
-    before = f"<|begin_of_text|>{header.format('user')}a<|eot_id|>{header.format('assistant')}"
-    assert found == [(before, False), ("b<|eot_id|>", True)]
-
-
-def test_training_on_the_prompt_covers_everything_but_the_first_token(load):
-    sample = load([{"messages": TWO_TURNS}], train_on_prompt=True).sample([(0, 0)])
-    assert sample["loss_mask"].tolist() == [False] + [True] * (len(sample["loss_mask"]) - 1)
-
-
 def test_the_prompt_of_training_is_that_of_generation(write):
     tokenizer = chat_tokenizer(CHATML)
     sample = SupervisedData(write({"messages": CALLS, "tools": [ADD]})).load(tokenizer).sample([(0, 0)])
@@ -184,14 +171,6 @@ def test_a_response_of_several_messages_trains_its_assistant_turns_and_no_turn_o
     row = {"prompt": [user("a"), assistant("b"), user("add 1")], "completion": CALLS[1:], "tools": [ADD]}
     assert [len(found) for found in trained(load([row]))] == [2]
     assert trained(load([row], train_on_turns=Turns.last)) == [["It is 1.<|im_end|>"]]
-
-
-def test_an_explicit_column_wins(load):
-    row = {"messages": TWO_TURNS, "prompt": "x", "response": "y", "question": "q", "answer": "a", "chat": SHAREGPT}
-    assert trained(load([row], messages_column="chat")) == [["hi<|im_end|>", "2<|im_end|>"]]
-    assert trained(load([row], None, prompt_column="prompt")) == [["y<|im_end|>"]]
-    assert runs(load([row], None, prompt_column="question", response_column="answer"))[0][0] == ("q", False)
-    assert trained(load([row], None, response_column="answer")) == [["a<|im_end|>"]]
 
 
 @pytest.mark.parametrize(
@@ -273,12 +252,6 @@ def test_tools_and_arguments_may_be_json_text(load):
     assert runs(load([{"messages": CALLS, "functions": [ADD]}], tools_column="functions")) == expected
 
 
-def test_a_template_that_needs_arguments_as_text_gets_text(load):
-    template = CHATML.replace("call.function.arguments} | tojson", "call.function.arguments + ''} | tojson")
-    (call, _) = trained(load([{"messages": CALLS, "tools": [ADD]}], template))[0]
-    assert '"arguments": "{\\"a\\": 1}"' in call
-
-
 def test_arguments_that_a_template_would_print_as_python_are_passed_as_json_text(load):
     template = CHATML.replace("call.function.arguments} | tojson", "call.function.arguments | string} | tojson")
     (call, _) = trained(load([{"messages": CALLS, "tools": [ADD]}], template))[0]
@@ -353,11 +326,6 @@ def test_what_a_template_does_not_render_faithfully_is_an_error(load, row, templ
         load([row], template)
 
 
-def test_tools_are_ignored_on_request(load):
-    rows = [{"messages": TWO_TURNS, "tools": [ADD]}]
-    assert runs(load(rows, PLAIN_CHATML, tools_column="")) == runs(load([{"messages": TWO_TURNS}], PLAIN_CHATML))
-
-
 def test_content_parts_are_rendered_by_templates_that_know_them(load):
     parts = "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
     parts += "{% for part in message['content'] %}{{ part.text }}{% endfor %}{% endif %}"
@@ -394,11 +362,6 @@ def test_a_template_that_removes_reasoning_from_earlier_turns_is_an_error_that_s
     inside = [user("a"), assistant("<think>\nb\n</think>\n\nc"), user("d"), assistant("e")]
     with pytest.raises(DataError, match=r"rewrites message 1 \(assistant\)"):
         load([{"messages": inside}], REASONING)
-
-
-def test_a_template_without_reasoning_is_an_error(load):
-    with pytest.raises(DataError, match=r"drops the reasoning of message 1 \(assistant\)"):
-        load([{"messages": THOUGHT}], CHATML)
 
 
 def test_a_prompt_may_begin_the_reasoning_and_a_template_may_move_its_whitespace(load):
@@ -448,11 +411,6 @@ def test_blocks_that_mark_something_else_are_an_error(load):
         load(rows, extra)
 
 
-def test_masks_from_blocks_need_blocks(load):
-    with pytest.raises(ConfigError, match=r"the chat template has no {% generation %} block. Set assistant_masks=auto"):
-        load([{"messages": TWO_TURNS}], CHATML, assistant_masks="generation_blocks")
-
-
 # --- ends, limits, settings ---
 
 
@@ -477,19 +435,6 @@ def test_only_the_text_before_the_first_answer_is_truncated(load):
     assert trained(cut) == trained(whole)
     with pytest.raises(DataError, match=r"no row is left of .*longer than max_tokens=5"):
         load(rows, max_tokens=5, too_long=TooLong.truncate_left)
-
-
-def test_settings_of_the_template_apply_to_messages(load):
-    row = {"messages": TWO_TURNS[1:]}
-    assert runs(load([row], system="be brief")) == runs(load([{"messages": TWO_TURNS}]))
-    with pytest.raises(DataError, match=r"the row already has a system message. Remove it, or set system=''"):
-        load([{"messages": TWO_TURNS}], system="be brief")
-    with pytest.raises(DataError, match="prefix and suffix need a prompt that is a string"):
-        load([row], prefix="a")
-    with pytest.raises(DataError, match="system applies only to chat messages, and the prompt is plain text"):
-        load([{"prompt": "a", "response": "b"}], system="be brief")
-    with pytest.raises(DataError, match=r"template=plain: chat messages need a chat template. Set template=auto"):
-        load([row], template=Template.plain)
 
 
 # --- prompts of RL ---
@@ -570,15 +515,6 @@ def test_a_template_that_trims_the_start_of_an_answer_shows_it_trimmed_in_traini
     ]
 
 
-def test_a_prompt_is_verified_like_a_conversation(write):
-    with pytest.raises(DataError, match="ignores the tools"):
-        prompts(write, [{"messages": CALLS[:1], "tools": [ADD]}], PLAIN_CHATML)
-    with pytest.raises(DataError, match="column 'messages' contains a str; expected a list"):
-        prompts(write, [{"messages": "hello"}])
-    thought = prompts(write, [{"messages": THOUGHT[:3]}], REASONING)
-    assert "one and one" not in thought[0]  # as the template shows earlier turns to the policy
-
-
 # --- properties ---
 
 TEXT = st.text(st.characters(codec="utf-8", exclude_characters="<>|\r"), min_size=1, max_size=12).filter(
@@ -613,36 +549,3 @@ def test_segments_are_the_rendered_conversation_and_train_the_answers(messages, 
             parts.append(decode(current, sequence.ids[: place - len(current)]))
             current = []
     assert parts == [m["content"] + tokenizer.eos_token for m in messages if m["role"] == "assistant"]
-
-
-@settings(deadline=None, max_examples=30)
-@given(st.lists(conversations(), min_size=1, max_size=4), st.data())
-def test_packing_changes_nothing(rows, data):
-    tokenizer = chat_tokenizer(CHATML)
-    spec = SupervisedData("rows.jsonl")
-    encoder = spec.encoder(tokenizer)
-    from realign.data.dataset import LoadReport, collect
-    from realign.data.supervised import SupervisedDataset
-
-    encoded = [encoder({"messages": row}) for row in rows]
-    found = collect(encoder.encode((str(i), {"messages": row}) for i, row in enumerate(rows)))
-    report = LoadReport("rows.jsonl", len(rows), len(rows), {}, 0, len(found.tokens.ids), 0)
-    dataset = SupervisedDataset(found.tokens, report, found.lengths, found.trained)
-    order = data.draw(st.permutations(range(len(rows))))
-    sample = dataset.sample([(0, i) for i in order])
-    assert [s.tolist() for s in sample.sequences("input_ids")] == [encoded[i].sequences[0].ids for i in order]
-    assert [bytes(s.tolist()) for s in sample.sequences("loss_mask")] == [
-        encoded[i].sequences[0].trained for i in order
-    ]
-
-
-def test_an_ending_is_only_added_to_the_last_turn():
-    tokenizer = chat_tokenizer(CHATML)
-    eos = tokenizer.eos_token_id
-    assert Ending(tokenizer)([5]) == [5, eos]
-    assert Ending(tokenizer)([5, eos]) == [5, eos]
-
-
-def test_a_sample_without_tokens_decodes_to_nothing():
-    sample = SequenceSample.from_sequences(["a"], {"values": [[[1.0, 2.0]]]})
-    assert decoded_row(sample, chat_tokenizer(None)) == []

@@ -33,7 +33,7 @@ from realign.data import (
 )
 from realign.data.curriculum import CurriculumOrder
 from realign.data.order import EpochOrder
-from realign.errors import CheckpointError, ConfigError, RunError, SettingsError
+from realign.errors import CheckpointError, RunError
 from realign.runtime.rollout.prompts import PromptStream
 from tests import toys
 from tests.data.text_tokenizer import make_tokenizer
@@ -166,13 +166,6 @@ def test_a_solved_row_does_not_come_again(limit):
 
 
 @unhurried
-@given(st.integers(1, 20), st.integers(1, 9), st.integers(0, 2**63 - 1), st.booleans(), st.floats(0.01, 100))
-def test_with_equal_weights_the_order_is_the_usual_one(n, batch, seed, shuffle, weight):
-    prompts = stream(Fixed(numbers=[weight] * n), n, batch, seed, shuffle=shuffle)
-    assert [rows_of(prompts.draw()) for _ in range(6)] == [batch_indices(n, batch, i, seed, shuffle) for i in range(6)]
-
-
-@unhurried
 @given(st.lists(st.sampled_from([0.0, 0.1, 0.7, 1.0]), min_size=1, max_size=9).filter(any), st.integers(0, 2**32))
 def test_no_row_comes_twice_in_an_epoch_and_the_heaviest_come_in_each(numbers, seed):
     prompts = stream(Fixed(numbers=numbers), len(numbers), 5, seed)
@@ -183,15 +176,6 @@ def test_no_row_comes_twice_in_an_epoch_and_the_heaviest_come_in_each(numbers, s
     for epoch in range(last):
         assert heaviest <= {row for e, row in rows if e == epoch}
     assert {row for _, row in rows} <= {row for row, weight in enumerate(numbers) if weight}
-
-
-def test_rows_come_as_often_as_their_weights_say():
-    prompts = stream(Fixed(numbers=[4.0, 2.0, 1.0, 0.0]), 4, 50, seed=2)
-    rows = [row for _ in range(140) for _, row in rows_of(prompts.draw())]
-    counts = np.bincount(rows, minlength=4)
-    assert counts[3] == 0
-    # 4,000 epochs: the standard deviation of the number of visits to a row is at most 32
-    assert counts[:3] / counts[0] == pytest.approx([1, 0.5, 0.25], abs=0.04)
 
 
 def other(name: str, value: Any) -> Any:
@@ -231,18 +215,6 @@ def saved(prompts: PromptStream) -> dict[str, Any]:
     own = state.pop("curriculum")
     tensors = {key: own.pop(key).clone() for key in ("outcomes", "visits")}
     return json.loads(json.dumps(state)) | {"curriculum": json.loads(json.dumps(own)) | tensors}
-
-
-def test_the_state_does_not_grow_with_the_run():
-    prompts = stream(PassRate(window=3))
-    sizes = set()
-    for _ in range(STEPS):
-        trained(prompts, 1)
-        own = prompts.state_dict()["curriculum"]
-        assert own["waiting"] == []
-        sizes.add((own["outcomes"].shape, own["visits"].shape))
-    assert sizes == {((N, 3), (N,))}
-    assert not prompts._places
 
 
 def test_prompts_drawn_one_by_one_wait_for_their_rewards_also_in_a_checkpoint():
@@ -362,31 +334,6 @@ def test_a_row_of_weight_whose_source_never_comes_is_an_error(tmp_path):
     prompts = PromptStream(data, 2, 0, True, curriculum=Fixed(numbers=[0.0, 1.0]))
     with pytest.raises(RunError, match=r"prompts in a row were passed over\. 1 of the 2 rows have a weight above 0"):
         prompts.draw()
-
-
-def test_settings_out_of_range_are_errors():
-    for wrong in ({"window": 0}, {"min_weight": 1.5}, {"no_resampling_pass_rate": -0.1}, {"prefer": "easy"}):
-        with pytest.raises(SettingsError, match=next(iter(wrong))):
-            PassRate(**wrong)
-
-
-@dataclass
-class EasyFirst(Curriculum):
-    """By a column of the data: level 0 for ten prompts, then level 1 too, and so on."""
-
-    needs_rewards = False
-
-    def weights(self, history):
-        return np.array(history.column("level")) <= history.prompts // 10
-
-
-def test_a_curriculum_may_read_columns_of_the_data():
-    prompts = stream(EasyFirst(), n=30, batch=5)
-    levels = [[row % 3 for _, row in rows_of(prompts.draw())] for _ in range(12)]
-    assert all(max(batch) <= i * 5 // 10 for i, batch in enumerate(levels))
-    assert {level for batch in levels for level in batch} == {0, 1, 2}
-    with pytest.raises(ConfigError, match=r"the data has no column 'lvl' \(columns: level\)"):
-        prompts.order._column("lvl")
 
 
 def test_combined_data_and_mixtures_have_curricula(tmp_path):

@@ -46,14 +46,6 @@ def test_a_row_that_is_left_out_says_why():
     assert PromptData("none.jsonl", excerpt=excerpt).encoder(tokenizer)(row) == DroppedRow("without excerpt.start='.'")
 
 
-def test_sequences_with_the_same_prompt_keep_the_same_part_of_it():
-    data = PreferenceData("none.jsonl", max_tokens=5, too_long=TooLong.truncate_left)
-    found = data.encoder(make_tokenizer(before=("<s>",)))({"prompt": "123", "chosen": "4", "rejected": "56"})
-    assert found.truncated
-    assert [s.ids for s in found.sequences] == [[BOS, *characters(t), EOS] for t in ("34", "356")]
-    assert [s.trained for s in found.sequences] == [bytes([0, 0, 1, 1]), bytes([0, 0, 1, 1, 1])]
-
-
 @pytest.fixture
 def tokenized(monkeypatch):
     """The lengths of the texts that a tokenizer gets."""
@@ -131,12 +123,6 @@ def test_a_prompt_of_10_mb_keeps_the_end_that_fits(rest, tokenized):
     assert sum(tokenized) < 20_000
 
 
-def test_an_excerpt_of_the_first_tokens_needs_no_others(tokenized):
-    data = PromptData("none.jsonl", excerpt=Excerpt(max_tokens=3))
-    assert data.encoder(make_tokenizer())({"prompt": HUGE}).row == {"prompt": "1+1"}
-    assert sum(tokenized) < 20_000
-
-
 def test_an_endless_stream_of_rows_is_read_in_small_parts():
     read = 0
 
@@ -150,10 +136,3 @@ def test_an_endless_stream_of_rows_is_read_in_small_parts():
     first = [next(encoded) for _ in range(3)]
     assert [row.sequences[0].ids for row in first] == [[*characters(f"1{i}"), EOS] for i in (1, 2, 3)]
     assert read < 2000
-
-
-def test_errors_name_the_place_of_the_row():
-    encoder = SupervisedData("none.jsonl").encoder(make_tokenizer())
-    rows = [("shard 3, row 1", {"prompt": "1", "response": "2"}), ("shard 3, row 2", {"prompt": "1", "response": 2})]
-    with pytest.raises(DataError, match=r"^shard 3, row 2: the response is 2; expected a string"):
-        list(encoder.encode(rows))

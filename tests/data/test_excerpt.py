@@ -46,12 +46,6 @@ def test_an_excerpt_is_that_of_lm_human_preferences(texts, start, length, end):
     assert excerpts(excerpt, *texts) == ["".join(found) for found in expected if found is not None]
 
 
-def test_by_hand():
-    one = Excerpt(start=".", max_tokens=6, end=".")
-    assert excerpts(one, "a.bc.de.f", "a.", "no dot") == ["bc.de.", "a."]
-    assert excerpts(Excerpt(max_tokens=3), "abcdef", "ab") == ["abc", "ab"]
-
-
 def words():
     """Return a tokenizer with one token per word. Offsets exclude the preceding blank; dots are tokens alone or in
     threes."""
@@ -60,13 +54,6 @@ def words():
     core.pre_tokenizer = pre_tokenizers.Split(Regex(r"\.\.\.| ?\.| ?[a-z]+"), "isolated")
     core.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=core, unk_token="?", eos_token="?")
-
-
-def test_a_marker_is_a_token_of_its_own_and_blanks_stay_with_their_word():
-    texts = ("one... two. three", "one... two .", "one. two .")
-    found = [Excerpt(start=".").replace({"prompt": text, "n": 1}, "prompt", words()) for text in texts]
-    kept = [{"prompt": text, "n": 1} for text in (" three", " two .")]
-    assert found == [kept[0], DroppedRow("without excerpt.start='.'"), kept[1]]
 
 
 @pytest.fixture
@@ -89,11 +76,6 @@ def test_prefix_and_suffix_stand_around_the_excerpt_and_left_out_rows_are_report
     assert (dataset.report.rows_read, dataset.report.rows_kept) == (2, 1)
     assert dataset.report.rows_dropped == {"without excerpt.start='.'": 1}
     assert "1 of 2 rows" in caplog.text
-
-
-def test_the_row_that_travels_holds_the_excerpt(path):
-    dataset = PromptData(path, excerpt=Excerpt(end=".")).load(make_tokenizer())
-    assert [row["prompt"] for row in dataset.rows] == ["x.ab."]
 
 
 @pytest.mark.parametrize(

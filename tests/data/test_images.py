@@ -91,14 +91,6 @@ def test_the_image_processor_can_be_in_another_folder_than_the_tokenizer(tmp_pat
     assert image_tokens(tokenizer, sample["prompt_ids"]) == 16
 
 
-def test_a_batch_without_images_has_empty_keys(tmp_path, tokenizer):
-    red, _ = pictures(tmp_path)
-    rows = [{"images": [red], "messages": [question(None)]}, {"images": [], "messages": [question("none")]}]
-    sample = loaded(PromptData, tmp_path, rows, tokenizer).sample([(0, 1)])
-    assert sample["pixel_values"].shape == (0, 48)
-    assert sample["image_grid_thw"].shape == (0, 3)
-
-
 @pytest.mark.parametrize("turns", [Turns.all, Turns.each])
 def test_conversations_are_trained_on_the_answers_only(tmp_path, tokenizer, turns):
     red, wide = pictures(tmp_path)
@@ -142,16 +134,6 @@ def test_image_in_a_text_is_an_image_part(tmp_path, tokenizer):
     assert content_hash(loaded(SupervisedData, tmp_path, [row], tokenizer, template="chat")) == content_hash(expected)
     with pytest.raises(DataError, match="2 images in column 'images', but its text has 1"):
         loaded(SupervisedData, tmp_path, [{**row, "prompt": "<image>a"}], tokenizer, template="chat")
-
-
-def test_other_images_give_another_content_hash(tmp_path, tokenizer):
-    pictures(tmp_path)
-    Image.new("RGB", RED, "green").save(tmp_path / "green.png")
-    one, other = (
-        loaded(SupervisedData, tmp_path, [{"images": [name], "messages": [question(None), answer("x")]}], tokenizer)
-        for name in ("red.png", "green.png")
-    )
-    assert content_hash(one) != content_hash(other)
 
 
 @pytest.mark.parametrize(
@@ -231,15 +213,6 @@ def test_a_path_that_is_no_image_file_is_an_error(tmp_path, tokenizer, name):
     with pytest.raises(DataError, match="cannot read the image") as caught:
         source.encoder(tokenizer)({"images": [name], "messages": [question(None)]})
     assert len(str(caught.value)) < 400
-
-
-def test_a_picture_of_the_caller_keeps_its_size(tokenizer):
-    data = encoded((160, 160), "JPEG")
-    source = PromptData(path="unused.jsonl", images_column="images").encoder(tokenizer)
-    rows = [source({"images": [x], "messages": [question(None)]}) for x in (data, Image.open(io.BytesIO(data)))]
-    file, given = (row.images.patches()["pixel_values"] for row in rows)
-    assert torch.equal(file, given)
-    assert len(rows[0].sequences[0].ids) == len(rows[1].sequences[0].ids) > 1
 
 
 def test_an_image_that_is_removed_during_the_run_names_its_row(tmp_path, tokenizer):

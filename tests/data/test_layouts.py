@@ -171,11 +171,6 @@ def test_a_column_of_nulls_is_no_column():
         texts("SupervisedData", whole | {"chat_template_kwargs": "thinking"})
 
 
-def test_responses_that_are_texts_may_follow_a_conversation():
-    row = {"conversations": ASK[:1], "chosen": "a", "rejected": "b"}
-    assert texts("PreferenceData", row) == PAIR
-
-
 @pytest.mark.parametrize("more", [["c"], {"k": "c"}, 3])
 def test_an_input_that_is_no_text_is_not_written_as_code(more):
     with pytest.raises(DataError, match="'input' belongs to the prompt"):
@@ -292,21 +287,6 @@ def test_a_string_prompt_of_a_chat_model_is_not_guessed(kind, row):
     assert "user:" in texts(kind, row, template="chat")[0]
     assert texts(kind, row, template="plain") == texts(kind, row, chat=False)
     assert "user:" not in texts(kind, row, template="plain")[0]
-
-
-def test_a_dialogue_of_a_chat_model_is_not_guessed():
-    row = {"chosen": "Human: q\n\nAssistant: a", "rejected": "Human: q\n\nAssistant: b"}
-    with pytest.raises(DataError, match=r"chat for '<\|im_start\|>user\\nq<\|im_end\|>.*plain for 'Human: q"):
-        texts("PreferenceData", row)
-    assert texts("PreferenceData", row, template="chat") == PAIR
-
-
-def test_what_a_template_makes_of_a_prompt_that_it_refuses_is_its_error():
-    refuses = chat_tokenizer("{{ raise_exception('no users here') }}")
-    with pytest.raises(
-        DataError, match=r"data\.template=chat for an error .*no users here.*data\.template=plain for 'q'"
-    ):
-        data.PromptData("rows.jsonl").encoder(refuses)({"prompt": "q"})
 
 
 def test_the_check_says_what_the_columns_of_the_first_row_are(write):

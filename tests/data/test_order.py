@@ -17,7 +17,6 @@ from realign.data import (
     batch_indices,
     epoch_order,
 )
-from realign.data.dataset import content_hash
 from realign.data.order import BLOCK, Mixture, Ramp, SourceChoice
 from realign.errors import DataError, SettingsError
 from tests.data.text_tokenizer import make_tokenizer
@@ -42,16 +41,6 @@ def test_an_epoch_is_a_permutation_and_a_pure_function(n, seed, epoch):
     assert np.array_equal(epoch_order(n, seed, epoch), order)
 
 
-def test_orders_differ_between_epochs_and_seeds():
-    orders = {tuple(epoch_order(50, seed, epoch)) for seed in range(4) for epoch in range(4)}
-    assert len(orders) == 16
-
-
-def test_the_order_is_the_same_on_every_machine():
-    assert epoch_order(8, 0, 0).tolist() == [7, 2, 6, 4, 1, 5, 3, 0]
-    assert epoch_order(8, 0, 1).tolist() == [0, 7, 2, 1, 6, 4, 5, 3]
-
-
 @unhurried
 @given(sizes, sizes, seeds, st.booleans())
 def test_trap_d11_every_row_once_per_epoch_and_none_dropped(n, batch, seed, shuffle):
@@ -72,23 +61,12 @@ def test_trap_d11_a_batch_is_full_and_its_places_are_distinct(n, batch, step, se
 
 @unhurried
 @given(st.integers(1, 12), st.integers(1, 12), seeds)
-def test_the_stream_does_not_depend_on_the_batch_size(n, batch, seed):
-    assert stream(n, batch, n, seed) == stream(n, 1, n * batch, seed)
-
-
-@unhurried
-@given(st.integers(1, 12), st.integers(1, 12), seeds)
 def test_trap_g1_a_step_after_an_epoch_boundary_needs_no_replay(n, batch, seed):
     """The end of the first `batch` epochs is exactly between steps n - 1 and n."""
     whole = stream(n, batch, 2 * n, seed)
     resumed = [pair for step in range(n, 2 * n) for pair in batch_indices(n, batch, step, seed, True)]
     assert resumed == whole[n * batch :]
     assert resumed[0][0] == batch
-
-
-def test_without_shuffling_rows_come_in_their_order():
-    assert batch_indices(3, 4, 0, seed=5, shuffle=False) == [(0, 0), (0, 1), (0, 2), (1, 0)]
-    assert batch_indices(3, 4, 1, seed=5, shuffle=False) == [(1, 1), (1, 2), (2, 0), (2, 1)]
 
 
 @pytest.mark.parametrize("bad", [{"n": 0}, {"batch_prompts": 0}, {"step": -1}])
@@ -140,20 +118,6 @@ def test_a_weight_starts_at_the_first_prompt_and_arrives_after_the_given_number_
     assert Ramp(1.0, 3.0, 4).at(np.array([0, 1, 2, 3, 4, 5])).tolist() == [1.0, 1.5, 2.0, 2.5, 3.0, 3.0]
 
 
-@given(st.lists(st.sampled_from([0.5, 1.0, 3.0]), min_size=1, max_size=5), st.integers(0, 3), st.integers(1, 99))
-def test_a_change_to_the_same_weight_changes_nothing(weights, seed, prompts):
-    constant, ramps = SourceChoice(weights, seed), SourceChoice([Ramp(w, w, prompts) for w in weights], seed)
-    assert [constant.of(place) for place in range(BLOCK)] == [ramps.of(place) for place in range(BLOCK)]
-
-
-@given(st.integers(0, 4 * BLOCK), st.integers(0, 3))
-def test_the_source_of_a_place_does_not_depend_on_earlier_requests(place, seed):
-    fresh, used = SourceChoice([3, 1], seed), SourceChoice([3, 1], seed)
-    used.of(5 * BLOCK)
-    used.of(0)
-    assert fresh.of(place) == used.of(place)
-
-
 @settings(deadline=None, max_examples=30)
 @given(st.lists(st.integers(1, 9), min_size=2, max_size=3), st.booleans(), st.integers(0, 2))
 def test_each_source_of_a_mixture_repeats_its_own_epochs(sizes, shuffle, seed):
@@ -176,29 +140,12 @@ def test_any_places_of_a_mixture_are_those_of_the_whole_order():
     assert mixture.order(2, True).rows(range(200)) != whole
 
 
-def test_metrics_have_the_fraction_of_each_source():
-    order = Mixture(("a", "b"), (5, 3), (3.0, 1.0)).order(0, True)
-    assert order.metrics() == {}
-    order.rows(range(BLOCK))
-    assert order.metrics() == {"data/a/fraction": 0.75, "data/b/fraction": 0.25}
-
-
 @pytest.fixture
 def folder(tmp_path):
     for name, n in (("a", 4), ("b", 6)):
         rows = [{"prompt": f"{name}{i}", "response": "x", "text": f"{name}{i} " * 4} for i in range(n)]
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return tmp_path
-
-
-def test_sources_without_weights_are_one_dataset(folder):
-    both = [f"{folder}/a.jsonl", f"{folder}/b.jsonl"]
-    dataset = PromptData(both).load(make_tokenizer())
-    pattern = PromptData(f"{folder}/*.jsonl").load(make_tokenizer())
-    assert [row["prompt"] for row in dataset.rows] == [row["prompt"] for row in pattern.rows]
-    assert dataset.describe() == "10 rows: a.jsonl 4, b.jsonl 6"
-    assert pattern.describe() == "10 rows"
-    assert dataset.order(0, True).rows(range(25)) == pattern.order(0, True).rows(range(25))
 
 
 def test_a_weighted_mixture_draws_rows_by_weight(folder):
@@ -253,14 +200,6 @@ def test_weights_that_never_or_always_change_to_nothing_are_errors(folder, weigh
         PromptData([RowSource(f"{folder}/a.jsonl", **weight) for weight in weights])
 
 
-def test_weights_and_sizes_are_part_of_the_content_hash(folder):
-    def digest(a, b):
-        sources = [RowSource(f"{folder}/a.jsonl", weight=a), RowSource(f"{folder}/b.jsonl", weight=b)]
-        return content_hash(PromptData(sources).load(make_tokenizer()))
-
-    assert digest(1, 2) == digest(1, 2) != digest(2, 1)
-
-
 def test_parts_are_taken_from_each_source_and_dropped_rows_do_not_count(folder):
     both = [RowSource(f"{folder}/a.jsonl", weight=1), RowSource(f"{folder}/b.jsonl", weight=1)]
     dataset = PromptData(both, split=Split(0, [1, 1])).load(make_tokenizer())
@@ -271,20 +210,6 @@ def test_parts_are_taken_from_each_source_and_dropped_rows_do_not_count(folder):
     (folder / "b.jsonl").write_text(json.dumps({"prompt": "long " * 20}) + "\n")
     with pytest.raises(DataError, match=r"no row is left of .*b\.jsonl\. Remove this source, or relax the filters"):
         PromptData(both, max_prompt_tokens=20).load(make_tokenizer())
-
-
-def test_texts_of_several_sources_are_cut_separately(folder):
-    sources = [RowSource(f"{folder}/a.jsonl", weight=1), RowSource(f"{folder}/b.jsonl", weight=3)]
-    dataset = TextData(sources, block_tokens=4).load(make_tokenizer())
-    alone = [TextData(source.path, block_tokens=4).load(make_tokenizer()) for source in sources]
-    assert dataset.mixture.sizes == tuple(map(len, alone))
-
-
-def test_sources_with_the_same_name_have_different_metrics(folder):
-    (folder / "c").mkdir()
-    (folder / "c" / "a.jsonl").write_text(json.dumps({"prompt": "c"}) + "\n")
-    dataset = PromptData([f"{folder}/a.jsonl", f"{folder}/c/a.jsonl", RowSource(f"{folder}/b.jsonl", name="other")])
-    assert dataset.load(make_tokenizer()).mixture.names == ("a.jsonl", "a.jsonl_2", "other")
 
 
 def test_a_list_needs_sources_and_all_weights_or_none():

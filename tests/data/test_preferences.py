@@ -47,12 +47,6 @@ def test_a_row_is_a_prompt_with_chosen_and_rejected_as_its_sequences(write):
     assert dataset.report.longest == 15  # all sequences of a row: 4 + 4 + 3 + 4
 
 
-def test_margins_stand_at_both_of_a_pair(write):
-    path = write(pair(better=0.5), pair("1", ["2", "3"], ["4", "5"], better=[1, 2.5]))
-    sample = PreferenceData(path, margin_column="better").load(make_tokenizer()).sample([(0, 0), (0, 1)])
-    assert sample["margins"].tolist() == [0.5, 0.5, 1.0, 1.0, 2.5, 2.5]
-
-
 def test_trap_pairs_of_equal_responses_are_left_out_and_counted(write):
     rows = pair("1", "2", "2", better=1), pair("1", ["2", "3"], ["4", "3"], better=[1, 5]), pair("1", "", "", better=1)
     dataset = PreferenceData(write(*rows), margin_column="better").load(make_tokenizer())
@@ -84,11 +78,6 @@ def test_each_response_is_written_as_for_sft(write):
         alone = SupervisedData(path, template=Template.chat).load(tokenizer).sample([(0, 0)])
         for key in ("input_ids", "prompt_mask", "loss_mask"):
             assert torch.equal(sample.sequences(key)[s], alone[key])
-
-
-def test_an_empty_prompt_does_not_train_its_first_token(write):
-    sample = PreferenceData(write(pair("", "12", "3"))).load(make_tokenizer()).sample([(0, 0)])
-    assert sample["loss_mask"].tolist() == [False, True, True, False, True]
 
 
 def test_all_responses_of_a_row_keep_the_same_part_of_the_prompt(write):
@@ -217,13 +206,6 @@ def test_a_conversation_that_continues_the_other_one_shares_its_prompt(load):
     assert answers(load([{"chosen": chosen, "rejected": [*chosen, user("c"), assistant("d")]}]))[0] == "b"
 
 
-def test_a_column_prompt_can_be_ignored(load):
-    row = {"prompt": "other", "chosen": [user("1+1="), assistant("2")], "rejected": [user("1+1="), assistant("3")]}
-    with pytest.raises(DataError, match=r"line 1: the prompt 'other' is not a user message .* Set prompt_column=''"):
-        load([row])
-    assert runs(load([row], prompt_column="")) == PAIR
-
-
 def test_equal_conversations_are_dropped_and_counted(load):
     same = {"chosen": [user("1+1="), assistant("2")], "rejected": [user("1+1="), assistant("2")]}
     other = {"chosen": [user("1+1="), assistant("2")], "rejected": [user("1+1="), assistant("3")]}
@@ -279,16 +261,6 @@ def test_later_human_turns_of_a_dialogue_are_not_trained(load):
     assert second == [prompt, (" x", True), ("\n\nHuman: y\n\nAssistant:", False), (" z<|im_end|>", True)]
 
 
-def test_a_dialogue_can_be_formatted_with_the_chat_template(load):
-    turns = [user("a"), assistant("b"), user("c")]
-    messages = {"chosen": [*turns, assistant("d")], "rejected": [*turns, assistant("e")]}
-    assert runs(load([HH], template=Template.chat)) == runs(load([messages]))
-    with pytest.raises(DataError, match="the text is not a dialogue"):
-        load([{"chosen": "a", "rejected": "b"}], template=Template.chat)
-    with pytest.raises(DataError, match="prefix and suffix need a prompt column"):
-        load([HH], prefix="a")
-
-
 # --- ratings ---
 
 RATED = {"prompt": "1+1=", "responses": ["2", "3", "4", "5"], "scores": [7, 9.5, 1, 7]}
@@ -328,11 +300,6 @@ def test_objects_with_a_response_and_a_score_are_recognized_as_in_ultrafeedback(
     ).labels.tolist() == [7, 9.5, 1, 7]
 
 
-def test_rated_responses_may_be_messages(load):
-    row = {"prompt": [user("1+1=")], "responses": [[assistant("2")], [assistant("3")]], "ratings": [2, 1]}
-    assert runs(load([row])) == PAIR
-
-
 def test_equal_ratings_are_dropped_and_bad_ones_are_an_error(load):
     dataset = load([RATED, {**RATED, "scores": [1, 1, 1, 1]}])
     assert dataset.report.rows_dropped == {"all responses have the same rating": 1}
@@ -344,11 +311,6 @@ def test_equal_ratings_are_dropped_and_bad_ones_are_an_error(load):
         PreferenceData("rows.jsonl", responses_column="a", chosen_column="b")
     with pytest.raises(SettingsError, match=r"chosen_column='prompt\.chosen': it is part of prompt_column='prompt'"):
         PreferenceData("rows.jsonl", prompt_column="prompt", chosen_column="prompt.chosen")
-
-
-def test_chosen_and_rejected_come_before_rated_responses(load):
-    assert answers(load([{**RATED, "chosen": "6", "rejected": "7"}])) == ["6", "7"]
-    assert answers(load([{**RATED, "chosen": "6", "rejected": "7"}], responses_column="responses")) == ["3", "4"]
 
 
 # --- tools, reasoning ---
@@ -389,17 +351,6 @@ def test_unpaired_responses_have_one_label_each(load, write, prompt, answer, res
     supervised = SupervisedData(write(*rows), template=template).load(chat_tokenizer(CHATML)).sample([(0, 3), (0, 0)])
     for key in supervised.keys:
         assert torch.equal(sample[key], supervised[key])
-
-
-def test_rewarded_responses_have_one_number_each(load):
-    rows = [{"prompt": "a", "response": "b", "reward": reward} for reward in (0.5, -2, "1e1", True)]
-    dataset = load(rows, kind=RewardedData)
-    sample = dataset.sample([(0, 1), (0, 0), (0, 2), (0, 3)])
-    assert dataset.keys == ("input_ids", "prompt_mask", "loss_mask", "rewards")
-    assert sample.keys == set(dataset.keys)
-    assert sample["rewards"].tolist() == [-2, 0.5, 10, 1]
-    assert sample["rewards"].dtype == torch.float32
-    assert load([{"prompt": "a", "response": "b", "score": 3}], kind=RewardedData, label_column="score").labels == [3]
 
 
 @pytest.mark.parametrize("reward", [None, "good", "nan", float("inf"), [1]])

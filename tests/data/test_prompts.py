@@ -7,14 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realign.config.construct import fill
-from realign.config.errors import ConfigError
 from realign.data import (
     PackedTokens,
-    PreferenceData,
     PromptData,
     PromptDataset,
-    SupervisedData,
     Template,
     TooLong,
     batch_indices,
@@ -93,13 +89,6 @@ def test_rows_over_the_limit_are_dropped_and_reported(path, caplog):
     assert "2 dropped (longer than max_prompt_tokens=4)" in caplog.text
 
 
-def test_nothing_is_said_when_nothing_is_lost(path, caplog):
-    with caplog.at_level(logging.WARNING):
-        report = PromptData(path, max_prompt_tokens=5).load(make_tokenizer()).report
-    assert report.rows_dropped == {}
-    assert caplog.text == ""
-
-
 def test_trap_a13_truncation_keeps_the_start_token_and_the_end_of_the_prompt(path):
     data = PromptData(path, prefix="ab", max_prompt_tokens=4, too_long=TooLong.truncate_left)
     dataset = data.load(make_tokenizer(before=("<s>",)))
@@ -111,11 +100,6 @@ def test_trap_a13_truncation_keeps_the_start_token_and_the_end_of_the_prompt(pat
     ]
     assert dataset.report.rows_truncated == 4
     assert "4 truncated on the left" in str(dataset.report)
-
-
-def test_an_overlong_row_can_be_an_error(path):
-    with pytest.raises(DataError, match=r"rows.jsonl, line 4: a sequence has 4 tokens, more than max_prompt_tokens=3"):
-        PromptData(path, max_prompt_tokens=3, too_long=TooLong.error).load(make_tokenizer())
 
 
 def test_a_dataset_without_rows_is_an_error(path):
@@ -154,16 +138,6 @@ def test_a_prompt_of_text_goes_through_the_chat_template_if_asked(path, template
     assert tokenizer.decode(dataset.sample([(0, 0)])["prompt_ids"]) == text
 
 
-def test_rows_outside_and_twice_are_refused(path):
-    dataset = PromptData(path, limit=2).load(make_tokenizer())
-    for row in (-1, 2):
-        with pytest.raises(ValueError, match=rf"row {row} is outside the dataset of 2 rows"):
-            dataset.sample([(0, row)])
-    with pytest.raises(ValueError, match="Duplicate id"):
-        dataset.sample([(0, 1), (0, 1)])
-    assert len(dataset.sample([])) == 0
-
-
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
@@ -178,29 +152,6 @@ def test_rows_outside_and_twice_are_refused(path):
 def test_bad_settings_are_named(bad, message):
     with pytest.raises(SettingsError, match=message):
         PromptData("x.jsonl", **bad)
-
-
-def test_bad_length_limits_are_named(path):
-    with pytest.raises(SettingsError, match="max_prompt_tokens=0: must be at least 1, or null"):
-        PromptData(path, max_prompt_tokens=0)
-    for kind in (SupervisedData, PreferenceData):
-        with pytest.raises(SettingsError, match="max_tokens=0: must be at least 1, or null"):
-            kind(path, max_tokens=0)
-
-
-@pytest.mark.parametrize("kind", [PromptData, SupervisedData])
-def test_configs_are_built_from_plain_values(kind):
-    node = {"path": "x.jsonl", "template": "chat", "too_long": "error", "template_options": {"thinking": False}}
-    built = fill(kind, node, "data")
-    assert built.template is Template.chat
-    assert built.too_long is TooLong.error
-    assert built.template_options == {"thinking": False}
-    with pytest.raises(ConfigError, match=r"data\.path is missing"):
-        fill(kind, {}, "data")
-    with pytest.raises(ConfigError, match=r"unknown key 'data\.promt_column'; did you mean 'prompt_column'"):
-        fill(kind, {"path": "x.jsonl", "promt_column": "x"}, "data")
-    with pytest.raises(ConfigError, match=r"data\.template: unknown choice 'caht'; did you mean 'chat'"):
-        fill(kind, {"path": "x.jsonl", "template": "caht"}, "data")
 
 
 def test_prompts_of_your_own_are_a_dataset():

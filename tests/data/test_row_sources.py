@@ -13,10 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realign.config.construct import build, fill
-from realign.config.errors import ConfigError
-from realign.config.experiment import as_node
-from realign.data import DataSpec, PreferenceData, PromptData, RowSource, Split, Table, UnpairedData, files, read_rows
+from realign.data import PreferenceData, RowSource, Split, Table, UnpairedData, files, read_rows
 from realign.data.files import Cursor, JsonLinesFile, PlacedRow, recognize
 from realign.errors import DataError, SettingsError
 from tests.data.text_tokenizer import make_tokenizer
@@ -105,15 +102,6 @@ def test_rows_that_need_too_much_memory_are_one_line_of_error(tmp_path):
 def test_a_missing_column_names_the_place_and_the_nearest(source):
     with pytest.raises(DataError, match=r"rows.*(line|row) 1: no column 'promt'; found .*did you mean 'prompt'"):
         read_rows(source).column("promt")
-
-
-def test_blank_lines_are_skipped_and_do_not_shift_line_numbers(tmp_path):
-    file = tmp_path / "rows.jsonl"
-    file.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\r\n\n   \n{"prompt": "\xc3\xa9\xe2\x80\xa8"}\n{"answer": 1}')
-    table = read_rows(file)
-    assert [row.get("prompt") for row in table.rows] == ["a", "é\u2028", None]
-    with pytest.raises(DataError, match=r"rows.jsonl, line 5: no column 'prompt'; found \['answer'\]"):
-        table.column("prompt")
 
 
 @pytest.mark.parametrize(
@@ -259,12 +247,6 @@ def test_a_folder_of_several_splits_names_them(tmp_path):
     assert list(read_rows(tmp_path / "all" / "test").rows) == ROWS
 
 
-def test_a_folder_of_another_kind_says_what_is_in_it(tmp_path):
-    (tmp_path / "notes.txt").write_text("x")
-    with pytest.raises(DataError, match=r"neither a folder written by `save_to_disk` nor .* contains \['notes.txt'\]"):
-        read_rows(tmp_path)
-
-
 def test_parts_of_a_column_are_found_by_their_path(tmp_path):
     row = {
         "question": {"text": "why?"},
@@ -323,13 +305,6 @@ def test_delimited_files_with_any_cells_are_read_from_any_position(tmp_path_fact
     assert whole == expected
     for n, position in enumerate(positions, 1):
         assert [placed.row for placed in rows.rows(Cursor(position))] == expected[n:]
-
-
-def test_the_delimiter_of_a_header_wins_over_the_suffix(tmp_path):
-    (tmp_path / "a.csv").write_text("x\ty\n1\t2\n")
-    (tmp_path / "b.csv").write_text("x;y\r\n1;2\r\n")
-    (tmp_path / "c.tsv").write_text("x,y\n1,2\n")
-    assert all(list(read_rows(tmp_path / name).rows) == [{"x": "1", "y": "2"}] for name in ("a.csv", "b.csv", "c.tsv"))
 
 
 def test_a_format_is_recognized_by_the_content(tmp_path):
@@ -409,25 +384,6 @@ def test_labels_and_margins_of_csv_files_are_numbers(tmp_path):
         UnpairedData(str(tmp_path / "kto.csv")).load(make_tokenizer())
 
 
-def test_a_source_is_built_from_plain_values_and_wrong_keys_are_named():
-    data = fill(PromptData, {"path": ["a.jsonl", {"path": "b.jsonl", "columns": {"prompt": "q"}}], "limit": 3}, "data")
-    assert [(source.path, source.limit, source.columns) for source in data.sources] == [
-        ("a.jsonl", 3, {}),
-        ("b.jsonl", 3, {"prompt": "q"}),
-    ]
-    assert build(as_node(data), DataSpec, "data") == data
-    assert (
-        fill(PromptData, {"path": {"path": "org/name", "split": "train"}}, "data").describe_source() == "org/name:train"
-    )
-    assert fill(PromptData, {"path": "x", "split": {"part": 1}}, "data").split == Split(1)
-    with pytest.raises(ConfigError, match=r"unknown key 'data\.path\[1\]\.wieght'; did you mean 'weight'"):
-        fill(PromptData, {"path": ["a", {"path": "b", "wieght": 1}]}, "data")
-    with pytest.raises(ConfigError, match=r"data\.path\[0\]\.weight"):
-        fill(PromptData, {"path": [{"path": "b", "weight": -1}]}, "data")
-    with pytest.raises(ConfigError, match=r"data\.path: the source 'b' has no weight"):
-        fill(PromptData, {"path": [{"path": "a", "weight": 1}, "b"]}, "data")
-
-
 def parts(n, weights, seed=0):
     file = JsonLinesFile(Path("all.jsonl"))
     table = Table("all.jsonl", [PlacedRow(file, i + 1, {"n": i}) for i in range(n)])
@@ -448,18 +404,6 @@ def test_the_split_of_deepspeed_chat():
     assert [len(part) for part in (sft, reward, rl)] == [4, 8, 8]
     assert reward.where(0) == f"all.jsonl, line {reward.rows[0]['n'] + 1}"
     assert [r["n"] for r in parts(20, [2, 4, 4], seed=1)[0].rows] != [r["n"] for r in sft.rows]
-
-
-def test_a_part_is_the_same_in_every_run_and_is_dealt_from_the_limited_rows(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps({"prompt": "a", "n": n}) + "\n" for n in range(30)))
-    first = PromptData(str(path), limit=10, split=Split(0, [1, 1])).load(make_tokenizer())
-    again = PromptData(str(path), limit=10, split=Split(0, [1, 1])).load(make_tokenizer())
-    other = PromptData(str(path), limit=10, split=Split(1, [1, 1])).load(make_tokenizer())
-    assert first.rows == again.rows
-    assert sorted(row["n"] for row in first.rows + other.rows) == list(range(10))
-    assert first.report.rows_read == 5
-    assert first.report.rows_dropped == {}
 
 
 def test_what_cannot_be_split_is_refused():
@@ -521,15 +465,6 @@ def test_hidden_files_of_other_programs_are_no_data(tmp_path):
     assert list(read_rows(f"{tmp_path}/*.jsonl").rows) == ROWS
     (tmp_path / "train.jsonl").unlink()
     with pytest.raises(DataError, match="is neither a folder written by"):
-        read_rows(tmp_path)
-
-
-def test_files_of_one_format_that_belong_to_no_split_are_named_as_such(tmp_path):
-    for name in ("gsm8k_train", "gsm8k_test", "other"):
-        write_jsonl(tmp_path / f"{name}.jsonl", ROWS)
-    with pytest.raises(
-        DataError, match=r"'other\.jsonl', which belongs to none of the splits train, test\. Set path to"
-    ):
         read_rows(tmp_path)
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from realign.data import PreferenceData, PromptData, RewardedData, RowSource, Split, SupervisedData, UnpairedData
 from realign.data.dataset import content_hash
 from realign.data.files import JsonLinesFile
-from realign.errors import CheckpointError, DataError, SettingsError
+from realign.errors import DataError, SettingsError
 from tests.data.text_tokenizer import make_tokenizer
 
 TOKENIZER = make_tokenizer()
@@ -111,26 +111,6 @@ def test_an_epoch_contains_every_row_once_that_is_not_dropped(files, buffer, shu
     assert order.rows_per_epoch == n
 
 
-def test_epochs_differ_in_their_order_and_seeds_too(files):
-    dataset = prompts(f"{files}/*.jsonl", shuffle_buffer=8).load(TOKENIZER)
-    n = 27
-    epochs = [
-        [text for text, _ in taken(dataset, dataset.order(s, True), range(e * n, e * n + n))]
-        for s, e in ((0, 0), (0, 1), (1, 0))
-    ]
-    assert len(set(map(tuple, epochs))) == 3
-
-
-@settings(deadline=None, max_examples=40)
-@given(st.lists(st.integers(0, 120), min_size=1, max_size=12), st.integers(1, 20), st.booleans())
-def test_places_can_be_requested_in_any_order(files, places, buffer, weighted):
-    data = prompts(sources_of(files, weighted), shuffle_buffer=buffer)
-    whole, dataset = data.load(TOKENIZER), data.load(TOKENIZER)
-    expected = taken(whole, whole.order(0, True), range(121))
-    order = dataset.order(0, True)
-    assert [taken(dataset, order, [place])[0] for place in places] == [expected[place] for place in places]
-
-
 @pytest.mark.parametrize(
     ("kind", "settings"),
     [
@@ -175,24 +155,6 @@ def test_only_the_rows_of_the_first_blocks_are_read_before_the_first_batch(tmp_p
     assert 8 <= read["rows"] <= 1 + 2 * 16
     order.rows(range(8, 200))
     assert read["rows"] <= 1 + 200 + 16
-
-
-def test_a_request_that_is_partly_in_memory_keeps_all_of_its_rows(tmp_path):
-    file = write(tmp_path / "rows.jsonl", [row(i) for i in range(40)])
-    dataset = prompts(str(file)).load(TOKENIZER)
-    order = dataset.order(0, True)
-    batches = [taken(dataset, order, range(start, start + 4)) for start in (0, 4, 8)]
-    assert taken(dataset, order, range(2, 6)) == (batches[0] + batches[1])[2:6]
-
-
-def test_rows_of_earlier_batches_leave_the_memory(tmp_path):
-    file = write(tmp_path / "rows.jsonl", [row(i) for i in range(300)])
-    dataset = prompts(str(file), shuffle_buffer=16).load(TOKENIZER)
-    order = dataset.order(0, True)
-    for start in range(0, 280, 10):
-        order.rows(range(start, start + 10))
-    assert len(dataset._rows) == len(order._ids) == 20
-    assert len(order.state_dict()["anchors"]) <= 18
 
 
 def test_the_shuffle_mixes_files_and_rows(tmp_path):
@@ -254,12 +216,6 @@ def test_a_row_that_cannot_be_read_or_encoded_names_its_file_and_line(tmp_path):
         dataset.order(0, shuffle=False).rows(range(30))
 
 
-def test_an_epoch_without_any_row_is_an_error(tmp_path):
-    file = write(tmp_path / "rows.jsonl", [{"prompt": "long " * 20}] * 3)
-    with pytest.raises(DataError, match=r"no row is left of rows\.jsonl: 0 of 3 rows; 3 dropped \(longer than"):
-        prompts(str(file)).load(TOKENIZER).order(0, True).rows([0])
-
-
 def test_the_identity_of_a_stream_follows_the_content_of_its_files(tmp_path):
     file = write(tmp_path / "rows.jsonl", [row(i) for i in range(20)])
     first = content_hash(prompts(str(file)).load(TOKENIZER))
@@ -268,13 +224,6 @@ def test_the_identity_of_a_stream_follows_the_content_of_its_files(tmp_path):
     assert content_hash(prompts(str(copy), shuffle_buffer=5).load(TOKENIZER)) != first
     copy.write_text(copy.read_text().replace("3?", "4?"))
     assert content_hash(prompts(str(copy)).load(TOKENIZER)) != first
-
-
-def test_a_state_of_another_number_of_sources_is_an_error(files):
-    state = prompts(sources_of(files, True)).load(TOKENIZER).order(0, True).state_dict()
-    order = prompts(sources_of(files, False)).load(TOKENIZER).order(0, True)
-    with pytest.raises(CheckpointError, match="the dataset has 1 sources, but the checkpoint was written with another"):
-        order.load_state_dict(state)
 
 
 def test_settings_that_do_not_fit_streaming_are_named(files):
@@ -288,11 +237,3 @@ def test_settings_that_do_not_fit_streaming_are_named(files):
     assert dataset.describe() == "streamed from 3 files, 4 rows shuffled at a time"
     with pytest.raises(TypeError, match="the number of rows of a streamed dataset is unknown"):
         len(dataset)
-
-
-def test_the_order_does_not_depend_on_how_many_rows_are_requested_at_once(files):
-    data = prompts(f"{files}/*.jsonl")
-    one, other = data.load(TOKENIZER), data.load(TOKENIZER)
-    singly, at_once = one.order(0, True), other.order(0, True)
-    assert [taken(one, singly, [p])[0] for p in range(70)] == taken(other, at_once, range(70))
-    assert len(singly._ids) == 2

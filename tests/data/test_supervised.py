@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from realign.data import Blocks, Split, SupervisedData, Template, TextData, TooLong
+from realign.data import Blocks, SupervisedData, Template, TextData, TooLong
 from realign.data.supervised import cut
 from realign.errors import ConfigError, DataError, SettingsError
 from tests.data.text_tokenizer import BOS, EOS, TURNS, WITH_BOS, characters, make_tokenizer
@@ -51,11 +51,6 @@ def test_no_token_spans_the_border(write):
     ids, prompt, _ = one(SupervisedData(write(("b", "a"))).load(merging))
     assert ids == [1, 0, 3]
     assert prompt == [True, False, False]
-
-
-def test_training_on_the_prompt_leaves_out_the_first_token(write):
-    data = SupervisedData(write(("12", "3")), train_on_prompt=True)
-    assert one(data.load(make_tokenizer()))[2] == [False, True, True, True]
 
 
 def test_a_sequence_without_prompt_does_not_train_its_first_token(write):
@@ -149,23 +144,6 @@ def test_joined_texts_are_cut_every_n_tokens_and_the_rest_is_dropped(write_texts
     assert (dataset.report.tokens, dataset.report.longest) == (15, 5)
 
 
-def test_texts_apart_keep_their_short_ends(write_texts):
-    path = write_texts("abcde", "f", "")
-    dataset = TextData(path, block_tokens=3, blocks=Blocks.apart).load(make_tokenizer())
-    assert blocks(dataset) == [characters("abc"), [*characters("de"), EOS], [*characters("f"), EOS]]
-    assert dataset.report.rows_dropped == {"blocks shorter than 2 tokens": 1}  # the EOS of the empty text
-    whole = TextData(path, block_tokens=3, blocks="apart", append_eos=False).load(make_tokenizer())
-    assert blocks(whole) == [characters("abc"), characters("de")]
-
-
-def test_all_tokens_of_a_block_train_but_the_first(write_texts):
-    sample = TextData(write_texts("abcdef"), block_tokens=3).load(make_tokenizer()).sample([(0, 1), (2, 0)])
-    assert sample.keys == {"input_ids", "prompt_mask", "loss_mask"}
-    assert sample["loss_mask"].tolist() == [False, True, True] * 2
-    assert not sample["prompt_mask"].any()
-    assert sample["input_ids"].tolist() == characters("defabc")
-
-
 @given(st.lists(st.lists(st.integers(0, 99), max_size=9), max_size=9), st.integers(1, 6))
 def test_cutting_loses_and_adds_nothing(texts, size):
     stream = [token for text in texts for token in text]
@@ -174,16 +152,6 @@ def test_cutting_loses_and_adds_nothing(texts, size):
     assert all(len(block) == size for block in joined[:-1])
     apart = list(cut(texts, size, Blocks.apart))
     assert apart == [text[i : i + size] for text in texts for i in range(0, len(text), size)]
-
-
-def test_parts_of_a_file_and_other_columns(write_texts):
-    path = write_texts("ab", "cd", "ef", "gh", column="body")
-    parts = [
-        TextData(path, limit=4, split=Split(part, [1, 1]), text_column="body", block_tokens=2, append_eos=False)
-        for part in (0, 1)
-    ]
-    found = [block for part in parts for block in blocks(part.load(make_tokenizer()))]
-    assert sorted(found) == [characters(text) for text in ("ab", "cd", "ef", "gh")]
 
 
 @pytest.mark.parametrize(
@@ -197,15 +165,6 @@ def test_parts_of_a_file_and_other_columns(write_texts):
 def test_bad_settings_are_named(settings, message):
     with pytest.raises(SettingsError, match=message):
         TextData("x.jsonl", **settings)
-
-
-def test_bad_rows_are_named(write_texts):
-    with pytest.raises(DataError, match=r"texts\.jsonl, line 2: the text is a int; expected a string"):
-        TextData(write_texts("a", 3)).load(make_tokenizer())
-    with pytest.raises(DataError, match=r"no column 'text'; found \['txt'\]; did you mean 'txt'\?"):
-        TextData(write_texts("a", column="txt")).load(make_tokenizer())
-    with pytest.raises(DataError, match=r"no row is left of .*: 0 of 1 rows"):
-        TextData(write_texts("abc")).load(make_tokenizer())
 
 
 def test_rows_of_texts_name_the_class_that_reads_them(tmp_path):

@@ -5,13 +5,11 @@ from __future__ import annotations
 from datetime import date
 
 import pytest
-from transformers import AutoTokenizer
 
 from realign.cache_folder import Cache
 from realign.data import Excerpt, PreferenceData, PromptData, SupervisedData, UnpairedData
 from realign.data.dataset import content_hash
 from realign.data.encoding import RowEncoder
-from realign.data.token_cache import key_of
 from realign.errors import SettingsError
 from realign.tokenization import Tokens
 from tests.data.chat_templates import CHATML, assistant, chat_tokenizer, user
@@ -111,17 +109,6 @@ def test_another_tokenizer_or_template_has_tokens_of_its_own(write):
     assert len(hashes) == 4
 
 
-def test_a_tokenizer_that_was_moved_keeps_its_tokens(write, tokenized, tmp_path):
-    path = write({"prompt": "123 45", "completion": "2"})
-    make_tokenizer().save_pretrained(tmp_path / "here")
-    for folder in ("here", "there"):
-        tokenized.clear()
-        SupervisedData(path, cache=True).load(AutoTokenizer.from_pretrained(tmp_path / folder))
-        assert bool(tokenized) == (folder == "here")
-        if folder == "here":
-            (tmp_path / "here").rename(tmp_path / "there")
-
-
 def test_a_template_with_the_date_has_tokens_of_each_day(write, tokenized, monkeypatch):
     """A chunk that was rendered around midnight is not kept, since its rows may have either date."""
     days = iter(["1", "1", "1", "2", "3", "2", "2"])  # before and after the rows, if they are not in the cache
@@ -199,16 +186,3 @@ def test_a_load_that_is_killed_keeps_its_complete_entries(write, tokenized, monk
     tokenized.clear()
     PreferenceData(path, cache=True).load(make_tokenizer())
     assert len(tokenized) == 88 * 2  # rows 512 to 599: two sequences
-
-
-def test_a_key_tells_texts_apart_wherever_they_are_cut():
-    assert len({key_of("ab", "c"), key_of("a", "bc"), key_of("abc"), key_of("ab", "c", "")}) == 4
-
-
-def test_a_warning_about_the_template_comes_in_each_run(write, tokenized):
-    path = write({"messages": [user("1"), assistant("2"), user("3"), assistant("4")]})
-    for first in (True, False):
-        with pytest.warns(UserWarning, match="The chat template ends an assistant turn with"):
-            SupervisedData(path, cache=True).load(chat_tokenizer(CHATML, eos="<|endoftext|>"))
-        assert bool(tokenized) == first
-        tokenized.clear()

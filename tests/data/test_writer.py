@@ -8,7 +8,6 @@ from tests.data.text_tokenizer import (
     BOS,
     END,
     SOP,
-    SYSTEM,
     THINKING,
     TURNS,
     UNK,
@@ -68,22 +67,6 @@ def test_trap_a13_a_chat_prompt_is_what_the_tokenizer_itself_makes_of_it(before,
     assert ids_of(writer, messages) == ids
 
 
-def test_a_string_becomes_one_user_message_after_the_system_message():
-    writer = Writer(
-        make_tokenizer(chat_template=TURNS), Template.chat, prefix="what is ", suffix="?", system="be brief"
-    )
-    assert writer.prompt("1").text == "<|system|>be brief<|end|>\n<|user|>what is 1?<|end|>\n<|assistant|>"
-    assert ids_of(writer, "1")[0] == SYSTEM
-
-
-def test_template_options_reach_the_template():
-    tokenizer = make_tokenizer(chat_template=THINKING)
-    on = Writer(tokenizer, Template.chat, options={"enable_thinking": True})
-    off = Writer(tokenizer, Template.chat, options={"enable_thinking": False})
-    assert on.prompt("1").text == "<|user|>1<|end|><|assistant|>"
-    assert off.prompt("1").text == "<|user|>1<|end|><|assistant|>think "
-
-
 def test_pair_gives_the_prompt_as_generation_sees_it_and_the_rest_apart():
     chat = Writer(make_tokenizer(chat_template=WITH_BOS), Template.chat)
     assert pair_of(chat, "1+2", "3") == ("<s><|user|>1+2<|end|>\n<|assistant|>", "3<|end|>\n")
@@ -104,11 +87,6 @@ def test_the_length_of_a_text_is_never_cut_or_padded_by_the_tokenizer():
     tokenizer.backend_tokenizer.enable_truncation(2)
     tokenizer.backend_tokenizer.enable_padding(length=9)
     assert list(Tokens(tokenizer).encode(["12345", "1"])) == [characters("12345"), characters("1")]
-
-
-def test_many_texts_come_back_in_order():
-    texts = [str(i) for i in range(5000)]
-    assert list(Tokens(make_tokenizer()).encode(texts)) == [characters(text) for text in texts]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -35,40 +34,6 @@ def test_every_page_is_in_the_navigation_once():
 )
 def test_links_that_leave_the_folder_go_to_the_repository(link, expected):
     assert site.rewritten(link, "page.md", REPOSITORY) == expected
-
-
-def test_fences_keep_only_their_language():
-    fence = "```jsonl PreferenceData margin_column=margin\n{}\n```\n"
-    assert site.rewritten(fence, "page.md", REPOSITORY) == "```jsonl\n{}\n```\n"
-    assert site.rewritten("```{ .python }\n1\n```", "page.md", REPOSITORY) == "```{ .python }\n1\n```"
-
-
-def test_notes_become_admonitions():
-    note = "> [!NOTE]\n> Read [a](../examples).\n> Twice.\n\nText\n"
-    expected = f"!!! note\n\n    Read [a]({REPOSITORY}/tree/main/examples).\n    Twice.\n\nText\n"
-    assert site.rewritten(note, "page.md", REPOSITORY) == expected
-
-
-def test_labeled_code_becomes_tabs():
-    blocks = "**Python**\n\n```python run\na\n\nb\n```\n\n**Command line**\n\n```bash\nc\n```\n"
-    expected = (
-        '=== "Python"\n\n    ```python\n    a\n\n    b\n    ```\n\n=== "Command line"\n\n    ```bash\n    c\n    ```\n'
-    )
-    assert site.rewritten(blocks, "page.md", REPOSITORY) == expected
-    alone = "**Python**\n\n```python\na\n```\n"
-    assert site.rewritten(alone, "page.md", REPOSITORY) == alone
-
-
-@pytest.mark.parametrize(("path", "expected"), [("adr/0001-x.md", True), ("guides/data.md", None)])
-def test_records_of_the_project_are_not_searched(path, expected):
-    page = SimpleNamespace(file=SimpleNamespace(src_uri=path), meta={}, is_homepage=False)
-    site.on_page_markdown("text", page, {"repo_url": REPOSITORY}, None)
-    assert page.meta.get("search", {}).get("exclude") is expected
-
-
-def test_links_of_pages_in_folders_are_relative_to_them():
-    link = f"[a]({REPOSITORY}/blob/main/CONTRIBUTING.md)"
-    assert site.rewritten("[a](../../CONTRIBUTING.md)", "guides/page.md", REPOSITORY) == link
 
 
 def test_vendored_files_have_their_hashes_and_licence():

@@ -37,10 +37,6 @@ MODELS = {
 WORK = MemoryWork(trains=True, scores=True, samples=False, tokens=16384, optimizer_step_tokens=10**6)
 
 
-def test_the_page_has_every_size():
-    assert list(ROWS) == list(MODELS)
-
-
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name == "7B" else pytest.mark.slow) for name in MODELS]
 )

@@ -91,23 +91,6 @@ def test_a_response_that_several_sequences_contain_trains_once():
     assert (first.calls, second.calls) == (2, 1)
 
 
-def test_several_responses_to_one_prompt_are_several_sequences():
-    capture, writer = Capture(), renderer()
-    prompt = capture.prompt(writer, "ab")
-    for response in ("x.", "y."):
-        capture.add(writer, prompt, said(ids(response)))
-    assert [s.ids.tolist() for s in capture.sequences()] == [ids("abx."), ids("aby.")]
-
-
-def test_a_call_continues_the_longest_earlier_call():
-    capture, writer = Capture(), renderer()
-    call(capture, writer, "a", "b")
-    call(capture, writer, "ab", "c")
-    longest = capture.prompt(writer, "abcd").parent
-    assert longest is not None
-    assert list(longest.ids) == ids("abc")
-
-
 def test_text_that_the_tokenizer_would_change_begins_a_new_sequence():
     """The tiny tokenizer has no token for a tilde, so decoding its ids does not restore the text."""
     capture, writer = Capture(), renderer()

@@ -70,12 +70,6 @@ def test_reasoning_content_and_tool_calls_are_found():
     assert found.tool_calls == tuple(ToolCall("add", json.dumps({"x": x})) for x in (5, 6))
 
 
-def test_a_response_that_the_parser_rejects_is_content():
-    wrong = {**TEMPLATE, "fields": {"tool_calls": {"open": "call ", "close": "=", "content": "json"}}}
-    found = parse_response(tokenizer(wrong), ids("call (="), before=ids("what?"))
-    assert found == ParsedResponse("call (=")
-
-
 def test_the_text_from_an_invalid_tool_call_on_is_content():
     found = parse_response(tokenizer(TEMPLATE), ids("<bos>hm!yes call 5=<eos>"), before=ids("what?"))
     assert found == ParsedResponse("yes", (ToolCall("add", '{"x": "5"}'),), "hm")
@@ -85,17 +79,6 @@ def test_the_text_from_an_invalid_tool_call_on_is_content():
     }
     found = parse_response(tokenizer(wrong), ids("<bos>hm!yes call (=<eos>"), before=ids("what?"))
     assert found == ParsedResponse("yes call (=", (), "hm")
-
-
-def test_an_invalid_tool_call_in_the_prompt_does_not_matter():
-    fields = {**TEMPLATE["fields"], "tool_calls": {"open": "call ", "close": "=", "content": "json"}}
-    found = parse_response(tokenizer({**TEMPLATE, "fields": fields}), ids("<bos>hm!yes<eos>"), before=ids("call (= no"))
-    assert found == ParsedResponse("yes", (), "hm")
-
-
-def test_content_before_and_after_a_tool_call_is_joined():
-    found = parse_response(tokenizer(TEMPLATE), ids("one call 5=two<eos>"), before=ids("what?"))
-    assert found.content == "one\ntwo"
 
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family.parts], ids=lambda family: family.name)
@@ -136,11 +119,6 @@ def without_trl(monkeypatch) -> None:
 def test_without_the_setting_the_tokenizer_determines_the_response_template():
     assert response_template(of_family("qwen3"), "") is None
     assert response_template(of_family("qwen3", parses=True), "") == RESPONSE_TEMPLATES["qwen3"]
-
-
-def test_auto_prefers_the_response_template_of_the_tokenizer(monkeypatch):
-    without_trl(monkeypatch)
-    assert response_template(of_family("qwen3", parses=True), "auto") == RESPONSE_TEMPLATES["qwen3"]
 
 
 def test_a_missing_package_is_an_error_that_names_the_extra(monkeypatch):

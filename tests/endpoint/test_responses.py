@@ -23,10 +23,6 @@ def test_the_beginning_of_a_stop_string_waits_and_the_stop_string_is_never_sent(
     assert parts(["aEN", "aEND", "aENDx"], "a", ("END",)) == ["a", "", "", ""]
 
 
-def test_a_text_that_changes_before_its_end_sends_nothing_further():
-    assert parts(["ab", "ac"], "ac") == ["ab", "", ""]
-
-
 def test_each_part_of_a_response_is_sent_once_and_a_tool_call_as_a_whole():
     stream, call = ResponseStream(), ToolCall("add", "{}")
     assert stream.part(ParsedResponse("", (), "h")) == [Delta(reasoning="h")]
@@ -38,10 +34,3 @@ def test_each_part_of_a_response_is_sent_once_and_a_tool_call_as_a_whole():
     ]
     assert stream.part(ParsedResponse("a", (call,), "hm")) == []
     assert stream.rest(ParsedResponse("ab", (call, call), "hm")) == [Delta("b"), Delta(call=(1, call))]
-
-
-def test_stop_strings_apply_to_the_content():
-    stream = ResponseStream(("END",))
-    assert stream.part(ParsedResponse("aEN", (), "EN")) == [Delta(reasoning="EN"), Delta("a")]
-    assert stream.part(ParsedResponse("aEND", (), "END")) == [Delta(reasoning="D")]
-    assert stream.rest(ParsedResponse("a", (), "END")) == []

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import openai
 import pytest
 import torch
 from openai import OpenAI
 from transformers import AutoModelForCausalLM
 
-from realign.api import GenerationConfig
 from realign.cli.serve import serve_of
-from realign.endpoint import Prompt, ServedPolicy, Session
-from realign.endpoint.requests import Parameters
 from realign.endpoint.scoring import Scorer
 from tests.endpoint.scripted import HELLO, KEY
 from tests.tiny import save_tiny, tiny_engine, tiny_tokenizer
@@ -70,11 +65,6 @@ def test_a_number_of_most_likely_tokens_out_of_range_is_an_error(client, top):
     assert raised.value.param == "top_logprobs"
 
 
-def test_most_likely_tokens_need_logprobs(client):
-    with pytest.raises(openai.BadRequestError, match="requires logprobs=true"):
-        client.chat.completions.create(model="m", messages=HELLO, top_logprobs=2)
-
-
 def test_long_texts_are_scored_in_chunks(monkeypatch):
     engine = tiny_engine()
     ids = torch.randint(3, 90, (50,), generator=torch.Generator().manual_seed(0)).tolist()
@@ -84,12 +74,3 @@ def test_long_texts_are_scored_in_chunks(monkeypatch):
     assert chunked.logprobs == pytest.approx(whole.logprobs, abs=1e-5)
     assert [[i for i, _ in row] for row in chunked.top] == [[i for i, _ in row] for row in whole.top]
     assert [len(row) for row in whole.top] == [3] * 30
-
-
-def test_no_more_likely_tokens_are_asked_for_than_the_vocabulary_has():
-    asked = []
-    scorer = SimpleNamespace(score=lambda prompt, response, top, temperature: asked.append(top))
-    backend = ServedPolicy(None, SimpleNamespace(tokenizer=range(5)), GenerationConfig(), scorer=scorer)
-    for top in (3, 20):
-        Session(backend, "p/0").score(Prompt((1,), ""), [2], Parameters(logprobs=True, top_logprobs=top))
-    assert asked == [3, 5]

@@ -12,8 +12,6 @@ from openai import OpenAI
 from realign.endpoint import app
 from tests.endpoint.chat_families import (
     FAMILIES,
-    SAID,
-    THEN,
     TOOLS,
     WHY,
     Family,
@@ -92,16 +90,6 @@ def test_a_tool_call_is_one_delta_after_the_reasoning_in_several(family):
     assert "content" not in kinds
 
 
-@each_family
-def test_content_arrives_in_several_deltas_after_the_reasoning(family):
-    message, kinds, whole = received(family, sampled(family)[1])
-    same(message, whole)
-    assert whole.finish_reason == "stop"
-    assert (message["content"], message["reasoning_content"]) == (SAID, THEN if family.reasoning else "")
-    assert kinds.count("content") > 2
-    assert kinds == sorted(kinds, reverse=True)
-
-
 @pytest.mark.parametrize("step", [1, 4, 50, 1000])
 @pytest.mark.parametrize(
     ("text", "calls", "content"),
@@ -122,27 +110,6 @@ def test_mixed_invalid_and_cut_responses_stream_as_they_are_answered(text, calls
     same(message, whole)
     assert len(message["tool_calls"]) == calls
     assert message["content"] == content
-
-
-def test_content_streams_up_to_a_stop_string():
-    message, _, whole = received(QWEN3, "<think>\nhm\n</think>\n\nIt is 12. STOP and more<|im_end|>", stop=["STOP"])
-    same(message, whole)
-    assert message["content"] == "It is 12. "
-
-
-def test_each_choice_has_its_own_deltas():
-    texts = [sampled(QWEN3)[0], sampled(QWEN3)[1]]
-    with serving(QWEN3, texts, 3) as client:
-        found = {0: "", 1: ""}
-        reasons = {}
-        for chunk in ask(client, QWEN3, stream=True, n=2):
-            (choice,) = chunk.choices
-            delta = choice.delta.model_dump(exclude_unset=True)
-            found[choice.index] += delta.get("content") or delta.get("reasoning_content") or ""
-            found[choice.index] += "".join(call["function"]["name"] for call in delta.get("tool_calls", ()))
-            reasons[choice.index] = choice.finish_reason
-    assert found == {0: f"{WHY}multiply", 1: f"{THEN}{SAID}"}
-    assert reasons == {0: "tool_calls", 1: "stop"}
 
 
 def test_the_client_helper_for_streams_returns_the_whole_message():

@@ -12,7 +12,7 @@ from realign.api import GenerationConfig, Lengths, MicroBatchSpec, SequenceSampl
 from realign.api.memory import EstimatesMemory, MemoryWork
 from realign.engines import OptimizerSpec, TorchOptimizer, TransformersModel
 from realign.engines.memory import MemoryModel, moment_bytes
-from realign.models import Causal, Lora, QHeads, TopLayers, Value, ValueHead
+from realign.models import Causal, QHeads, ValueHead
 from realign.models.model_shape import shape_of
 from realign.models.network import decoder
 from realign.models.network.kv_cache import KVCache
@@ -93,16 +93,6 @@ def test_activations_are_the_tensors_that_autograd_saves(family, dtype):
     assert estimate._activations(tokens, work) - working == pytest.approx(found - cast, rel=0.2)
 
 
-def test_models_that_run_unpacked_neither_copy_weights_for_rollouts_nor_run_concurrent_micro_batches():
-    work = MemoryWork(True, False, True, 1024, 1024, prompts=8, sequences=64, prompt=32, response=32)
-    packed, unpacked = (
-        model(family, optimizer=OptimizerSpec(), lanes=4).estimate(work) for family in ("llama", "bloom")
-    )
-    assert (packed.rollout_weights > 0, unpacked.rollout_weights) == (True, 0)
-    assert unpacked.gradients == pytest.approx(unpacked.weights, rel=0.5)
-    assert packed.gradients > 3 * packed.weights
-
-
 def test_attention_without_a_fused_kernel_grows_with_the_length_of_sequences():
     of = [MemoryWork(True, True, False, 1024, 4096, response=length) for length in (128, 512)]
     for family, grows in (("bloom", True), ("gemma2", True), ("llama", False)):
@@ -139,17 +129,6 @@ def test_the_cache_is_the_one_of_a_rollout(monkeypatch, family, most):
     assert model(family, sampling=InProcessSampling(max_slots=most)).estimate(work).cache == allocated[0]
 
 
-def test_frozen_roles_need_no_gradients_and_scalar_heads_no_logits(tmp_path):
-    path = save_tiny(tmp_path / "value", head="value")
-    frozen = TransformersModel(str(path), head=Value()).memory(
-        "critic", MemoryWork(trains=False, scores=True, samples=False, tokens=64, optimizer_step_tokens=64)
-    )
-    assert (frozen.gradients, frozen.moments, frozen.activations, frozen.head) == (0, 0, 0, 0)
-    assert 0 < frozen.passing == frozen.scoring
-    language = model().estimate(MemoryWork(False, True, False, 64, 64))
-    assert language.scoring > frozen.scoring
-
-
 def test_concurrent_micro_batches_keep_their_own_gradients():
     alone = model(optimizer=OptimizerSpec()).estimate(WORK)
     work = MemoryWork(True, False, False, tokens=1024, optimizer_step_tokens=1024, response=32)
@@ -183,33 +162,6 @@ def test_ranks_gather_fused_layers_in_the_dtype_of_products_and_others_in_fp32(d
     modules = MemoryModel(shape, CPU, dtype, keep_rollout=keeps, fused_rollout=False).estimate(work)
     casts = 2 * shape.in_layers + head if size == 2 else 0
     assert modules.sampling_copy + modules.rollout_weights == 4 * shape.parameters + casts
-
-
-def test_a_reference_branch_copies_the_layers_that_train():
-    shape = shape_of(tiny_config("llama"), Causal(), trains=TopLayers(1))
-    of_layers = MemoryModel(shape, CPU, torch.float32, optimizer=OptimizerSpec())
-    work = MemoryWork(True, True, False, 64, 64, references=(None,))
-    assert of_layers.estimate(work).references == 4 * shape.trained
-    adapters = shape_of(tiny_config("llama"), Causal(), trains=Lora(rank=2))
-    assert MemoryModel(adapters, CPU, torch.float32).estimate(work).references == 0
-
-
-def test_weights_in_4_bits_are_an_eighth_of_the_matrices():
-    shape = shape_of(tiny_config("llama"), Causal(), trainable=False)
-    whole, small = (
-        MemoryModel(shape, CPU, torch.float32, load_in_4bit=flag).estimate(WORK).weights for flag in (False, True)
-    )
-    assert whole - small == pytest.approx((4 - 0.516) * shape.matrices, abs=1)
-
-
-def test_slots_of_the_config_limit_the_cache(tmp_path):
-    path = save_tiny(tmp_path / "model")
-    work = MemoryWork(False, False, True, 64, 64, prompts=8, sequences=64, prompt=16, response=16)
-    few, many = (
-        TransformersModel(str(path), sampler=InProcessSampling(max_slots=most)).memory("actor", work).cache
-        for most in (4, None)
-    )
-    assert many == 16 * few
 
 
 def test_the_cache_of_a_gpu_is_a_fraction_of_what_the_weights_leave(monkeypatch):

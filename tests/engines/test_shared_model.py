@@ -67,15 +67,6 @@ def test_trap_b7_the_reference_is_the_start_and_never_moves(tmp_path, name):
     assert torch.equal(logprobs(ref, data), start)
 
 
-@pytest.mark.parametrize("layers", [2, 3])
-def test_a_reference_may_copy_more_layers_than_are_trained(tmp_path, layers):
-    actor, ref = load(save_tiny(tmp_path / "m"), layers=layers, trains=TopLayers(2))
-    data = random_sample(LENGTHS)
-    start = logprobs(ref, data)
-    train(actor, data)
-    assert torch.equal(logprobs(ref, data), start)
-
-
 def test_only_the_top_is_trained(tmp_path):
     for tied in (False, True):
         folder = save_tiny(tmp_path / f"tied-{tied}", "llama", tie_word_embeddings=tied)
@@ -141,9 +132,3 @@ def test_a_critic_shares_the_value_head_of_the_actor(tmp_path):
 def test_settings_that_do_not_go_together_are_refused():
     with pytest.raises(SettingsError, match="layers=2: requires branch=reference"):
         SharedModel("actor", layers=2)
-
-
-def test_what_is_shared_is_said_for_people():
-    assert SharedModel("actor").describe() == "the model of actor"
-    assert SharedModel("actor", "reference").describe() == "the frozen start of actor"
-    assert SharedModel("actor", "reference", 2).describe() == "the frozen start of actor, top 2 layers"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 from dataclasses import dataclass
@@ -88,11 +87,6 @@ def execute(tmp_path):
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_bash_accepts_the_script(script):
-    assert subprocess.run(["bash", "-n", str(EXAMPLES / script)], check=False).returncode == 0
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
 def test_the_run_gets_its_folder_resume_and_the_overrides(execute, script):
     assert execute(script, (0, None)).calls == ["experiment=grpo output_dir=out resume=auto seed=3"]
 
@@ -143,20 +137,9 @@ def test_the_scripts_stop_after_the_third_failure_without_a_record(execute, monk
     assert execute("slurm/train.sbatch", (75, None)).requeues == []
 
 
-def test_the_loop_stops_at_sigterm(execute):
-    result = execute("restart.sh", (75, 1), (143, None))
-    assert (result.code, len(result.calls)) == (143, 2)
-
-
 @pytest.fixture
 def ranks(monkeypatch):
     monkeypatch.setenv("RANKS", "2")
-
-
-@pytest.mark.usefixtures("ranks")
-def test_the_loop_starts_ranks_under_torchrun(execute):
-    words = "--nproc-per-node 2 -m realign experiment=grpo output_dir=out resume=auto seed=3"
-    assert execute("restart.sh", (0, None)).calls == [words]
 
 
 @pytest.mark.usefixtures("ranks")
@@ -180,13 +163,3 @@ def test_a_signal_ends_the_loop_under_torchrun(execute):
     """torchrun exits with 1 after a signal, and the ranks record none."""
     result = execute("restart.sh", (143, None))
     assert (result.code, len(result.calls)) == (143, 1)
-
-
-@pytest.mark.parametrize("indent", [None, 2])
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_the_scripts_read_the_count_from_compact_and_indented_json(execute, tmp_path, script, indent):
-    (tmp_path / "out").mkdir()
-    failure = {"step": 7, "count": 3, "error": "disk full"}
-    (tmp_path / "out" / "last_failure.json").write_text(json.dumps(failure, indent=indent))
-    result = execute(script, (75, None))
-    assert (result.code, result.requeues) == (75, [])

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from realign.functional.logprobs import LMHead, Support, vocabulary_divergence
+from tests.grids import pairwise, rotating
 
 N, H, TARGET_H, V = 9, 5, 3, 11
 BETAS = [0.0, 0.1, 0.5, 0.9, 1.0]
@@ -61,9 +62,7 @@ def test_values_computed_by_hand(beta, expected):
     assert found.item() == pytest.approx(expected, abs=1e-7)
 
 
-@pytest.mark.parametrize("chunk", [1, 7, None])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("beta", BETAS)
+@pytest.mark.parametrize(("chunk", "kind", "beta"), pairwise([1, 7, None], KINDS, BETAS))
 def test_value_and_gradient_equal_the_definition_in_float64(beta, kind, chunk):
     leaves, head = make(kind)
     target_hidden, target_head = target()
@@ -81,8 +80,7 @@ def test_value_and_gradient_equal_the_definition_in_float64(beta, kind, chunk):
     assert grads[len(leaves) :] == (None, None, None)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("beta", BETAS)
+@pytest.mark.parametrize(("beta", "kind"), rotating(BETAS, KINDS))
 def test_gradcheck_of_the_divergence(beta, kind):
     leaves, head = make(kind, n=3)
     target_hidden, target_head = target(n=3)
@@ -118,14 +116,6 @@ def test_both_ends_are_the_limits_of_the_divided_divergence():
         torch.testing.assert_close(divided, vocabulary_divergence(*arguments, beta=end), rtol=1e-4, atol=1e-6)
 
 
-def test_half_is_the_symmetric_jensen_shannon_divergence():
-    (hidden, *_), head = make()
-    (other, *_), other_head = make("bias", seed=1)
-    one = vocabulary_divergence(hidden, head, other, other_head, beta=0.5)
-    torch.testing.assert_close(one, vocabulary_divergence(other, other_head, hidden, head, beta=0.5))
-    assert one.max() < math.log(2)
-
-
 @pytest.mark.parametrize("beta", BETAS)
 def test_trap_c6_a_step_on_the_divergence_decreases_it(beta):
     leaves, head = make("bias")
@@ -144,7 +134,7 @@ def test_trap_b2_temperature_applies_to_both_distributions(temperature):
     assert found.item() == pytest.approx(float((logq.exp() * (logq - logp)).sum()), abs=1e-6)
 
 
-@pytest.mark.parametrize("beta", BETAS)
+@pytest.mark.parametrize("beta", [0.0, 0.5])
 def test_trap_b8_nothing_of_the_size_of_the_logits_is_allocated(beta):
     """Inspect all allocations of both passes: the largest one is a few chunks, smaller than [N, V]."""
     generator = torch.Generator().manual_seed(0)
@@ -197,14 +187,6 @@ def test_autocast_sets_the_matrix_products_of_both_models():
     assert found.dtype == torch.float32
     assert not torch.equal(found, full)
     torch.testing.assert_close(found, whole, rtol=1e-5, atol=1e-6)
-
-
-def test_no_tokens_at_all():
-    leaves, head = make("bias", n=0)
-    found = vocabulary_divergence(leaves[0], head, *target(n=0), beta=0.5)
-    assert found.shape == (0,)
-    found.sum().backward()
-    assert all(not x.grad.any() for x in leaves)
 
 
 def test_a_target_gets_no_gradient_even_if_only_the_target_could_have_one():

@@ -40,19 +40,6 @@ def test_trap_c5_expected_gradients(estimator, gradient):
     assert z.grad.tolist() == pytest.approx(gradient, abs=1e-6)
 
 
-def test_trap_c5_k2_has_the_gradient_of_the_exact_kl():
-    z = torch.tensor(Z, dtype=torch.float64, requires_grad=True)
-    (true,) = torch.autograd.grad(exact(z), z)
-    (k2,) = torch.autograd.grad(expected_estimate(z, KLEstimator.k2), z)
-    assert k2.tolist() == pytest.approx(true.tolist(), abs=1e-12)
-
-
-@pytest.mark.parametrize("estimator", [KLEstimator.k1, KLEstimator.k3])
-def test_k1_and_k3_are_unbiased(estimator):
-    z = torch.tensor(Z, dtype=torch.float64)
-    assert float(expected_estimate(z, estimator)) == pytest.approx(float(exact(z)), abs=1e-12)
-
-
 def weighted(logprobs_T, old_T, ref_T, mask_T, estimator):
     """Return the estimate under tokens of another policy, times the differentiable ratio to it."""
     return log_ratio(logprobs_T, old_T, mask_T)[0].exp() * kl_estimate(logprobs_T, ref_T, mask_T, estimator)
@@ -72,18 +59,6 @@ def test_weighted_k1_and_k3_have_the_value_and_the_gradient_of_the_exact_kl_unde
     assert got == pytest.approx(want, abs=1e-12)
     plain = (old * kl_estimate(z.log_softmax(0), REF.log(), ALL, estimator)).sum()
     assert torch.autograd.grad(plain, z)[0].tolist() != pytest.approx(want, abs=1e-3)
-
-
-@settings(deadline=None)  # the machine may be busy
-@given(LOGPROB, LOGPROB, LOGPROB, st.sampled_from(KLEstimator))
-def test_a_weighted_estimate_is_the_clamped_ratio_times_the_estimate(logp, old, ref, estimator):
-    tokens = torch.tensor([[logp], [old], [ref]], dtype=torch.float64)
-    d = logp - ref
-    plain = {"k1": d, "k2": d * d / 2, "k3": math.exp(-d) - 1 + d, "abs": abs(d)}[estimator.value]
-    got = float(weighted(*tokens, ALL[:1], estimator))
-    assert got == pytest.approx(math.exp(logp - old) * plain, rel=1e-9, abs=1e-9)
-    far = float(weighted(tokens[0], tokens[1] - 100, tokens[2], ALL[:1], estimator))
-    assert far == pytest.approx(math.exp(LOG_RATIO_LIMIT) * plain, rel=1e-9, abs=1e-3)
 
 
 @pytest.mark.parametrize("estimator", [KLEstimator.k2, KLEstimator.k3, KLEstimator.abs])

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from realign.functional.kl import LOG_RATIO_LIMIT
 from realign.functional.losses import CapMode, ImportanceLevel, behavior_weights, nll_loss, policy_loss
 from realign.functional.packed import cu_seqlens_of
 from realign.interfaces.components import TokenMean
@@ -75,20 +74,6 @@ def test_trap_a7_the_ratio_off_the_mask_is_exactly_one():
     assert out.loss_T.tolist() == [0.0, -1.0]
 
 
-@pytest.mark.parametrize("difference", [100.0, -100.0])
-@pytest.mark.parametrize("advantage", [1.0, -1.0])
-def test_trap_b10_an_extreme_ratio_is_finite_and_counted(difference, advantage):
-    logprobs_T = torch.tensor([difference, 0.0], requires_grad=True)
-    out = policy_loss(logprobs_T, torch.zeros(2), torch.full((2,), advantage), ones(2))
-    out.loss_T.sum().backward()
-    assert out.loss_T.isfinite().all()
-    assert logprobs_T.grad.isfinite().all()
-    assert out.clamped_T.tolist() == [True, False]
-    weight_T = behavior_weights(logprobs_T, torch.zeros(2), ones(2), cu_seqlens_of([2])).weight_T
-    assert weight_T.isfinite().all()
-    assert weight_T.max() <= math.exp(LOG_RATIO_LIMIT) * (1 + 1e-6)
-
-
 def decoupled_inputs(n=12):
     generator = torch.Generator().manual_seed(3)
     current, proximal, behavior, advantages = torch.randn(4, n, generator=generator, dtype=torch.float64)
@@ -101,15 +86,6 @@ def test_trap_f1_the_importance_weight_carries_no_gradient():
     weight_T = behavior_weights(*leaves, ones(12), cu_seqlens_of([5, 7])).weight_T
     assert not weight_T.requires_grad
     torch.testing.assert_close(weight_T, (proximal - behavior).exp(), rtol=1e-12, atol=0)
-
-
-def test_trap_f1_only_the_current_log_probs_carry_a_gradient():
-    leaves = [x.clone().requires_grad_() for x in decoupled_inputs()[:2]]
-    advantages_T = decoupled_inputs()[3].requires_grad_()
-    policy_loss(*leaves, advantages_T, ones(12)).loss_T.sum().backward()
-    assert leaves[0].grad is not None
-    assert leaves[1].grad is None
-    assert advantages_T.grad is None
 
 
 def test_trap_f2_the_cap_takes_tokens_out_of_the_denominator_or_truncates():

@@ -14,21 +14,9 @@ from realign.functional.packed import (
     position_ids,
     previous,
     segment_sum,
-    sequence_index,
-    sequence_lengths,
 )
 
 LENGTHS = st.lists(st.integers(0, 6), max_size=8)
-
-
-def test_boundaries_of_ragged_sequences():
-    cu_seqlens = cu_seqlens_of([2, 0, 3])
-    assert cu_seqlens.dtype == torch.int32
-    assert cu_seqlens.tolist() == [0, 2, 2, 5]
-    assert sequence_lengths(cu_seqlens).tolist() == [2, 0, 3]
-    assert sequence_index(cu_seqlens).tolist() == [0, 0, 2, 2, 2]
-    assert position_ids(cu_seqlens).tolist() == [0, 1, 0, 1, 2]
-    assert cu_seqlens_of([]).tolist() == [0]
 
 
 def test_trap_a4_index_table_of_a_five_token_sequence():

@@ -184,34 +184,6 @@ def test_packed_n_step_returns_equal_a_loop_over_sequences(lengths, gamma, n, se
         start += length
 
 
-@pytest.mark.parametrize("bootstrap_S", [None, torch.tensor([0.6, -0.3])], ids=["finished", "truncated"])
-def test_one_step_is_lambda_0_and_steps_to_the_end_are_lambda_1(bootstrap_S):
-    generator = torch.Generator().manual_seed(3)
-    rewards_T, values_T = torch.randn(2, 12, generator=generator, dtype=torch.float64)
-    args = (rewards_T, values_T, torch.rand(12, generator=generator) < 0.8, cu_seqlens_of([5, 7]))
-    for n, lam in ((1, 0.0), (7, 1.0), (10**9, 1.0)):
-        found = n_step(*args, gamma=0.9, n=n, bootstrap_S=bootstrap_S)
-        want = gae(*args, gamma=0.9, lam=lam, bootstrap_S=bootstrap_S)
-        for x_T, y_T in zip(found, want, strict=True):
-            torch.testing.assert_close(x_T, y_T, rtol=1e-12, atol=1e-14)
-
-
-def test_n_step_returns_are_the_same_packed_and_alone():
-    generator, lengths = torch.Generator().manual_seed(4), [3, 40, 17]
-    rewards_T, values_T = torch.randn(2, sum(lengths), generator=generator)
-    mask_T = torch.rand(sum(lengths), generator=generator) < 0.8
-    parts = [x.split(lengths) for x in (rewards_T, values_T, mask_T)]
-    for n in (1, 5, 31, 100):
-        packed_T = n_step(rewards_T, values_T, mask_T, cu_seqlens_of(lengths), gamma=0.9, n=n)[1]
-        alone = [n_step(*x, cu_seqlens_of([len(x[0])]), gamma=0.9, n=n)[1] for x in zip(*parts, strict=True)]
-        assert torch.equal(packed_T, torch.cat(alone))
-
-
-def test_n_step_returns_need_at_least_one_step():
-    with pytest.raises(ValueError, match="n must be at least 1, found 0"):
-        n_step(REWARDS, VALUES, ALL, CU, gamma=0.9, n=0)
-
-
 def test_a_long_sequence_matches_the_loop():
     generator = torch.Generator().manual_seed(1)
     rewards_T, values_T = torch.randn(2, 1500, generator=generator)
@@ -220,11 +192,6 @@ def test_a_long_sequence_matches_the_loop():
     )
     expected = reference_gae(rewards_T.tolist(), values_T.tolist(), 1.0, 0.99, 0.0)
     assert advantages_T.tolist() == pytest.approx(expected, abs=1e-3, rel=1e-4)
-
-
-def test_credit_carries_no_gradient():
-    values_T = VALUES.clone().requires_grad_()
-    assert not gae(REWARDS, values_T, ALL, CU, gamma=0.9, lam=0.9)[0].requires_grad
 
 
 def test_bad_input_is_named():

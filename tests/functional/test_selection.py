@@ -15,16 +15,6 @@ def best(rewards, groups, valid, k):
     return keep_best(rewards_S, torch.tensor(groups), torch.tensor(valid, dtype=torch.bool), k).nonzero()[:, 0].tolist()
 
 
-def test_the_best_of_each_group():
-    rewards, groups = [1, 5, 3, 2, 2, 2, 9], [8, 8, 8, 4, 4, 4, 1]
-    everyone = [True] * 7
-    assert best(rewards, groups, everyone, 1) == [1, 3, 6]  # ties are won by the first
-    assert best(rewards, groups, everyone, 2) == [1, 2, 3, 4, 6]
-    assert best(rewards, groups, everyone, 3) == list(range(7))
-    # the responses of a group need not be adjacent
-    assert best(rewards, [8, 4, 8, 4, 8, 4, 1], everyone, 1) == [1, 2, 6]
-
-
 def test_trap_e9_rejected_responses_take_no_place():
     valid = [True, False, True, False, False, True, False]
     rewards = [1, math.nan, 3, math.inf, math.nan, -math.inf, 0]

@@ -336,13 +336,6 @@ def test_a_missing_package_is_an_error_that_names_the_extra(monkeypatch):
         settings().open()
 
 
-def test_the_graph_of_an_agent_is_that_of_an_environment():
-    sampler = GenerationConfig(n=2, max_new_tokens=6)
-    agents = (settings(generation=sampler), EnvironmentInterface("x:Y", generation=sampler))
-    first, second = (dataflow({"actor": GRPOActorInterface(generation=sampler), "agent": agent}) for agent in agents)
-    assert first == second
-
-
 # --- runs ---
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from realign.api import GenerationConfig, Keys, MicroBatchSpec, Model, SequenceSample, Sync, stat_values, total_rewards
+from realign.api import GenerationConfig, MicroBatchSpec, Model, SequenceSample, Sync, stat_values, total_rewards
 from realign.api.environment import EpisodeFailure, ToolCall
 from realign.api.sample import INDEX_KEYS
 from realign.api.sampling_mask import masks_of
@@ -19,13 +19,10 @@ from realign.environments import event_loops as loops
 from realign.errors import ConfigError
 from realign.interfaces import raft
 from realign.interfaces.components import GAE, KLPenalty, RewardShaping
-from realign.interfaces.decoupled_ppo import DecoupledPPOActorInterface
 from realign.interfaces.environment import EnvironmentInterface, with_environment
 from realign.interfaces.grpo import GRPOActorInterface
 from realign.interfaces.ppo import PPOActorInterface, dataflow
-from realign.interfaces.reward_model import RewardModelInterface
 from realign.interfaces.rule_reward import RuleRewardInterface
-from realign.rewards.pool.pool import Tally
 from realign.rewards.terms import FunctionTerm
 from realign.runtime import CheckpointSpec, run
 from realign.runtime.evaluation.scores import sequence_stats
@@ -42,7 +39,7 @@ from tests.endpoint.chat_families import (
     sampled,
 )
 from tests.endpoint.scripted import ScriptedSampler
-from tests.environments.environment_fixtures import Bad, Blocking, Busy, Plain, Tool
+from tests.environments.environment_fixtures import Bad, Blocking, Busy, Tool
 from tests.environments.tool_fixtures import Calling
 from tests.tiny import TEXT, tiny_engine, tiny_tokenizer
 from tests.toys import BigramModel, Prompts
@@ -200,12 +197,6 @@ def test_trap_a12_sampled_tokens_are_never_encoded_again():
     out = hold(settings(), engine, batch({"q": row}), tokenizer)
     assert lists(out, "input_ids") == [ids("ab") + ids("hello.") + [97] + ids("hello.")]
     assert engine.contexts[1]["q/0/turn1"] == ids("ab") + ids("hello.") + [97]
-
-
-def test_an_observation_of_token_ids_is_taken_as_it_is():
-    row = {"script": [([5, 6], 0.0, False, False, {}), (torch.tensor([9]), 0.0, False, False, {}), WON]}
-    out = hold(settings(), Scripted({f"q/0/turn{k}": "x." for k in range(3)}), batch({"q": row}))
-    assert lists(out, "input_ids") == [ids("ab") + ids("x.") + [5, 6] + ids("x.") + [9] + ids("x.")]
 
 
 # --- the chat template ---
@@ -388,17 +379,6 @@ def test_too_many_failures_end_the_run_with_the_first_traceback():
     assert out["rewards"].isnan().sum() == 3
 
 
-def test_failures_of_the_parts_of_a_batch_count_together():
-    """If a batch is sampled prompt by prompt, the failures of one bad row count as a fraction of the whole batch."""
-    engine = Scripted({"q/0/turn0": "x."})
-    interface, tally = settings(BAD), Tally(parts=4)
-    with tally.counting():
-        for how in ("raise", "good", "raise"):
-            hold(interface, engine, batch({"q": {"how": how}}))
-        with pytest.raises(EnvironmentFailure, match="failed in 3 of 4 episodes"):
-            hold(interface, engine, batch({"q": {"how": "raise"}}))
-
-
 def test_an_environment_that_hangs_is_left_behind():
     engine = Scripted({"q/0/turn0": "x.", "r/0/turn0": "x."})
     interface = settings(BAD, timeout_s=2.0)
@@ -462,13 +442,6 @@ def test_blocked_event_loops_are_counted_over_the_batches_of_a_run(caplog, monke
         Blocking.release.set()
 
 
-def test_plain_environments_are_made_beside_each_other_in_the_threads_of_their_reset():
-    rows = {f"q{i}": {} for i in range(12)}
-    engine = Scripted({f"{q}/0/turn0": "x." for q in rows})
-    out = hold(settings(f"{FIXTURES}:MadeInPairs", timeout_s=60.0), engine, batch(rows))
-    assert out["rewards"].tolist() == [1.0] * 12  # in sequence, the first would wait for the second
-
-
 def test_calls_of_several_threads_are_bounded_together():
     Busy.now = Busy.most = 0
     two = settings(
@@ -483,15 +456,6 @@ def test_calls_of_several_threads_are_bounded_together():
     with ThreadPoolExecutor(5) as pool:
         assert list(pool.map(one, "abcde")) == [[1.0] * 4] * 5
     assert (Busy.now, Busy.most) == (0, 2)
-
-
-def test_plain_functions_run_in_threads_beside_each_other():
-    rows = {f"q{i}": {} for i in range(6)}
-    engine = Scripted({f"{q}/0/turn0": "x." for q in rows})
-    Plain.threads.clear()
-    out = hold(settings(f"{FIXTURES}:Plain", concurrency=3), engine, batch(rows))
-    assert out["rewards"].tolist() == [1.0] * 6
-    assert len(Plain.threads) >= 2
 
 
 def test_it_can_be_called_where_an_event_loop_runs():
@@ -525,14 +489,6 @@ def test_seeds_follow_from_call_prompt_and_episode_not_from_the_batch():
     assert (len(set(shared.values())), shared["q", 0]) == (2, shared["q", 1])
 
 
-def test_turns_have_random_numbers_and_names_of_their_own():
-    engine = Scripted({f"q/{j}/turn{k}": "x." for j in range(2) for k in range(2)})
-    two = settings(generation=GenerationConfig(n=2, max_new_tokens=8))
-    hold(two, engine, batch({"q": {"script": [GO_ON, WON]}}))
-    assert len(set(engine.seeds)) == 2
-    assert [sorted(c) for c in engine.contexts] == [["q/0/turn0", "q/1/turn0"], ["q/0/turn1", "q/1/turn1"]]
-
-
 def test_versions_of_the_sampler_are_kept():
     sampler = Scripted({"q/0/turn0": "x.", "q/0/turn1": "y."}, versions=True)
     row = batch({"q": {"script": [("7", 0.0, False, False, {}), WON]}})
@@ -558,45 +514,6 @@ def test_of_several_processes_one_asks_and_all_hear_the_same():
 
 
 # --- the graph ---
-
-
-def agent_graph(actor, *, dense: bool = False):
-    return dataflow({"actor": actor, "agent": EnvironmentInterface(TOOL, dense=dense)})
-
-
-def test_the_graph_is_that_of_the_algorithm_with_one_call_instead_of_two():
-    graph = agent_graph(GRPOActorInterface())
-    assert [(r.name, r.model, r.method) for r in graph.rpcs] == [
-        ("agent_gen", "agent", "generate"),
-        ("actor_train", "actor", "train_step"),
-    ]
-    assert graph.rpcs[0].outputs == (
-        "input_ids",
-        "prompt_mask",
-        "loss_mask",
-        "logprobs",
-        "versions",
-        "truncated",
-        "failure",
-        "rewards",
-        "turns",
-    )
-    assert graph.rpcs[1] == dataflow({"actor": GRPOActorInterface()}).rpcs[-1]
-    assert graph.unread() == []
-    assert [r.name for r in graph.leading_to("rewards")] == ["agent_gen"]
-
-
-def test_calls_of_other_settings_are_those_of_a_graph_without_an_environment():
-    actor = DecoupledPPOActorInterface(kl=KLPenalty("reward"), critic="own")
-    with_agent, without = agent_graph(actor, dense=True), dataflow({"actor": actor})
-    assert [r.name for r in with_agent.rpcs[1:]] == [r.name for r in without.rpcs[2:]]
-    assert "dense_rewards" in with_agent.rpcs[0].outputs
-    assert "dense_rewards" in with_agent.rpcs[-1].inputs
-    recomputing = agent_graph(PPOActorInterface(recompute=True))
-    assert [r.name for r in recomputing.rpcs] == ["agent_gen", "actor_inf", "actor_train"]
-    baseline = PPOActorInterface(reward=RewardShaping(baseline="greedy"))
-    with pytest.raises(ValueError, match=r"reward\.baseline=greedy: role 'agent' rewards whole conversations"):
-        agent_graph(baseline)
 
 
 def test_an_environment_replaces_sampling_and_reward_of_any_graph():
@@ -638,13 +555,6 @@ def test_the_plan_tells_samplers_under_which_ratios_would_be_wrong():
     assert settings().plan().exact_sampling
 
 
-def test_the_launch_table_says_what_an_episode_is():
-    assert settings().describe(4) == {
-        "environment": TOOL,
-        "episode": "up to 5 turns of up to 8 tokens each, 40 tokens in all",
-    }
-
-
 # --- reward functions on finished episodes ---
 
 
@@ -684,16 +594,6 @@ def test_a_graph_with_an_environment_reports_each_reward(functions):
     graph = dataflow(interfaces)
     assert {"rewards/environment", "rewards/text", "rewards/alone"} <= {*graph.rpcs[0].outputs} & {*graph.results}
     assert graph.unread() == []
-
-
-def test_a_model_cannot_score_episodes_here():
-    with pytest.raises(ConfigError, match="reward: RewardModelInterface needs a model"):
-        settings(reward=RewardModelInterface())
-
-
-def test_only_generate_reads_and_writes_keys():
-    for method in ("inference", "credit", "train_step"):
-        assert settings().keys(method) == Keys()
 
 
 def test_a_conversation_is_trained_over_the_tokens_that_its_turns_were_drawn_from():

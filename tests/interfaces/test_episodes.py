@@ -8,8 +8,6 @@ from copy import deepcopy
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from realign.api import GenerationConfig, Model, SequenceSample, stat_values
 from realign.api.sample import EPISODE, with_response_index
@@ -26,9 +24,7 @@ from realign.interfaces.components import (
 )
 from realign.interfaces.grpo import GRPOActorInterface
 from realign.interfaces.ppo import PPOActorInterface
-from realign.interfaces.raft import RAFTActorInterface
-from realign.runtime import DynamicSampling
-from realign.runtime.evaluation.scores import Scored, StandardErrors, group_values, sequence_stats
+from realign.runtime.evaluation.scores import group_values, sequence_stats
 from realign.testing import BigramEngine
 from tests.interfaces.declared import NORMALIZATIONS, subclasses
 
@@ -38,7 +34,6 @@ TOKENS = 6
 """Sampled tokens of each episode."""
 EPISODES = sum(GROUPS)
 WHOLE = (1,) * EPISODES
-divisions = st.lists(st.sampled_from([1, 2, 3, 6]), min_size=EPISODES, max_size=EPISODES)
 
 
 def batch(sequences=WHOLE, seed=0) -> SequenceSample:
@@ -126,30 +121,6 @@ def test_dividing_an_episode_changes_no_advantage_no_filter_and_no_metric(name, 
     torch.testing.assert_close(divided[0], whole[0])
     assert torch.equal(divided[1], whole[1])
     assert divided[2] == pytest.approx(whole[2], abs=1e-6)
-
-
-def measured(data):
-    """Return all metrics of episodes."""
-    errors, grouped = StandardErrors(), group_values(data, 5, [1, 2], 1.0)
-    errors.add(Scored(data, per_prompt=grouped))
-    of_prompts = {f"{name} {i}": value for name, x_G in grouped.items() for i, value in enumerate(x_G.tolist())}
-    return stat_values(sequence_stats(data)) | of_prompts | {f"error {k}": x for k, x in errors.values().items()}
-
-
-@settings(max_examples=10, deadline=None)
-@given(sequences=divisions, seed=st.integers(0, 99))
-def test_dividing_an_episode_changes_no_metric_and_no_choice_of_prompts(sequences, seed):
-    whole, divided = batch(seed=seed), batch(sequences, seed)
-    assert measured(divided) == pytest.approx(measured(whole), abs=1e-6, nan_ok=True)
-    for sampling in (DynamicSampling(), DynamicSampling(min_mean_reward=0.6), DynamicSampling(min_group_size=4)):
-        assert sampling.chosen(divided) == sampling.chosen(whole)
-    raft = RAFTActorInterface(keep_best=2, skip_equal_rewards=True)
-    kept = [data["loss_mask"] & raft.choose(MODEL, data)[index(data)] for data in (divided, whole)]
-    assert torch.equal(kept[0][divided["loss_mask"]], kept[1][whole["loss_mask"]])
-
-
-def index(data):
-    return torch.repeat_interleave(torch.arange(data.n_sequences), data.cu_seqlens().diff())
 
 
 def test_two_episodes_of_one_and_three_sequences_are_a_group_of_two():

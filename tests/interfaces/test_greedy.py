@@ -138,31 +138,6 @@ def test_the_baseline_of_a_prompt_is_the_reward_of_its_greedy_answer_under_the_p
     assert found[0] != found[1]  # the update changed the greedy answers
 
 
-def test_the_advantage_of_every_token_is_reward_minus_baseline(tmp_path):
-    runtime = LocalRuntime(remax(tmp_path))
-    _, batch = runtime.step(1)
-    (credited,) = runtime.interfaces["actor"].estimated
-    baseline = batch["baseline_rewards"][batch.group_index()]
-    rows = zip(credited.sequences("advantages"), credited.sequences("loss_mask"), strict=True)
-    for (advantages, mask), reward, base in zip(rows, batch["rewards"], baseline, strict=True):
-        assert advantages[mask].tolist() == [pytest.approx(float(reward - base))] * int(mask.sum())
-        assert not advantages[~mask].any()
-
-
-def test_the_kl_penalty_of_the_tokens_from_t_on_is_part_of_the_advantage_at_t(tmp_path):
-    runtime = LocalRuntime(remax(tmp_path, kl=KLPenalty("reward", 0.3)))
-    runtime.step(1)
-    _, batch = runtime.step(2)  # the policy differs from the reference
-    credited = runtime.interfaces["actor"].estimated[-1]
-    keys = ("logprobs", "ref_logprobs", "loss_mask")
-    for s, (logp, ref, mask) in enumerate(zip(*map(batch.sequences, keys), strict=True)):
-        kl = (logp - ref)[mask].double().numpy()
-        base = float(batch["baseline_rewards"][batch.group_index()[s]])
-        want = float(batch["rewards"][s]) - base - 0.3 * np.cumsum(kl[::-1])[::-1]
-        np.testing.assert_allclose(credited.sequences("advantages")[s][mask], want, atol=1e-5)
-    assert (batch["logprobs"] - batch["ref_logprobs"]).abs().max() > 1e-3
-
-
 def test_the_gradient_is_that_of_the_paper(tmp_path):
     """Expected: the mean over responses of (reward - baseline) times the gradient of the response's
     log-prob (eq. 5)."""

@@ -10,11 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from realign.api import MicroBatchSpec, Model, SequenceSample, stat_values
+from realign.api import MicroBatchSpec, Model, stat_values
 from realign.config import build_experiment, compose
 from realign.engines import OptimizerSpec, TransformersModel
-from realign.interfaces.components import SeqMeanTokenMean, TokenMean
-from realign.interfaces.ilql import ILQLInterface, dataflow, expectile_loss
+from realign.interfaces.ilql import ILQLInterface, expectile_loss
 from realign.models import Causal, QHeads, ValueHead
 from realign.runtime import run
 from realign.testing import BigramEngine, random_batch
@@ -104,51 +103,11 @@ def test_loss_and_gradients_equal_a_padded_implementation(engine, interface, spe
         assert p.grad.any(), name
 
 
-def test_every_term_by_hand():
-    engine = BigramEngine()
-    engine.logits_VV.zero_()
-    engine.values_V.zero_()
-    engine.values_V[1:4] = torch.tensor([0.5, 1.0, -1.0])
-    data = SequenceSample.from_sequences("a", {"input_ids": [[[1, 2, 3]]]})
-    data = data.with_tokens(loss_mask=torch.tensor([False, True, True])).with_sequences(rewards=torch.tensor([2.0]))
-    interface = ILQLInterface(gamma=0.5, tau=0.7, cql_coef=0.1, awac_coef=2.0, awac_beta=1.0)
-    stats = stat_values(interface.train_step(Model("actor", engine), data, MicroBatchSpec()))
-    # The states have V = 0.5 and 1. The Q heads give (0, 1) and (0, -1), and the targets 0 and -0.9.
-    q_loss = ((0 - 0.5) ** 2 + (1 - 0.5) ** 2 + (0 - 2) ** 2 + (-1 - 2) ** 2) / 2
-    v_loss = 0.3 * (0.5**2 + 1.9**2) / 2
-    normalizer = math.log(8 + math.exp(0.5) + math.exp(1) + math.exp(-1))
-    cql = (2 * math.log(11) + (normalizer - 1) + (normalizer + 1)) / 2
-    weight = (math.exp(-0.5) + math.exp(-1.9)) / 2
-    want = {"q_loss": q_loss, "v_loss": v_loss, "cql_loss": cql, "awac_weight": weight, "nll": math.log(11)}
-    want |= {"loss": q_loss + v_loss + 0.1 * cql + 2 * weight * math.log(11)}
-    want |= {"q": 0.0, "value": 0.75, "advantage": -1.2}
-    for name, value in want.items():
-        assert stats[name] == pytest.approx(value, rel=1e-6, abs=1e-9), name
-
-
-def test_a_response_without_a_reward_is_excluded():
-    data = random_batch().select(KEYS)
-    rewards = data["rewards"].clone()
-    rewards[::3] = math.nan
-    kept = data.with_sequences(rewards=rewards)
-    masked_T = ILQLInterface().loss_weight(kept), ILQLInterface(aggregation=SeqMeanTokenMean()).loss_weight(kept)
-    assert masked_T[0] < TokenMean().weight(data["loss_mask"], data.cu_seqlens())
-    assert masked_T[1] == rewards.isfinite()[[bool(x.any()) for x in data.sequences("loss_mask")]].sum()
-    engine = BigramEngine()
-    ILQLInterface().train_step(Model("actor", engine), kept, MicroBatchSpec())
-    assert all(bool(p.isfinite().all()) for p in engine.parameters)
-
-
 def test_epochs_and_mini_batches_are_optimizer_steps():
     data = random_batch().select(KEYS)
     interface = ILQLInterface(epochs=2, n_minibatches=3)
     stats = interface.train_step(Model("actor", BigramEngine(lr=1e-3)), data, MicroBatchSpec())
     assert stat_values(stats)["optimizer_steps"] == 6 == interface.plan().optimizer_steps
-
-
-def test_the_graph_is_one_call_on_the_dataset():
-    (train,) = dataflow().rpcs
-    assert (train.model, train.method, set(train.inputs)) == ("actor", "train_step", set(KEYS))
 
 
 @pytest.mark.parametrize(

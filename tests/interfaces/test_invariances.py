@@ -8,7 +8,6 @@ import itertools
 import pytest
 
 from realign.interfaces import components as c
-from realign.interfaces.decoupled_ppo import DecoupledPPOActorInterface
 from realign.interfaces.dpo import DPOInterface, DPOLoss
 from realign.interfaces.grpo import GRPOActorInterface
 from realign.interfaces.ilql import ILQLInterface
@@ -28,7 +27,6 @@ from tests.interfaces.declared import (
     cases,
     modules,
     subclasses,
-    trainers,
 )
 
 BASES = {
@@ -124,25 +122,3 @@ def test_no_setting_of_a_fixed_component_of_ppo_escapes(place):
 def _default(cls, name):
     field = next(f for f in dataclasses.fields(cls) if f.name == name)
     return field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
-
-
-def test_decoupled_ppo_is_in_the_grid_by_its_correction():
-    interface = DecoupledPPOActorInterface()
-    assert isinstance(interface.correction, c.ImportanceCorrection)
-    assert type(interface).train_step is PPOActorInterface.train_step
-
-
-def test_every_file_declares_its_graph_and_its_train_steps_are_found():
-    names = {cls.__name__ for cls in trainers()}
-    assert {"SFTInterface", "PPOActorInterface", "GRPOActorInterface"} <= names
-    assert {"DPOInterface", "KTOInterface", "OnlineDPOInterface", "RewardModelInterface"} <= names
-    with_train = [m for m in modules() if hasattr(m, "dataflow")]
-    assert {m.__name__.rsplit(".")[-1] for m in with_train} >= {
-        "sft",
-        "ppo",
-        "grpo",
-        "dpo",
-        "kto",
-        "online_dpo",
-        "reward_model",
-    }

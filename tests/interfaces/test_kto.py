@@ -10,8 +10,7 @@ import torch
 
 from realign.api import MicroBatchSpec, Model, SequenceSample, derive_seed, stat_values
 from realign.config import build_experiment, compose
-from realign.interfaces.kto import KTOInterface, KTOReferenceInterface, dataflow, mismatched, response_logprobs
-from realign.interfaces.reference import ReferenceInterface
+from realign.interfaces.kto import KTOInterface, mismatched
 from realign.runtime import run
 from realign.testing import BigramEngine, random_preferences
 from tests.tiny import save_tiny
@@ -157,29 +156,6 @@ def test_a_batch_of_one_prompt_has_the_baseline_0():
     assert stat_values(stats)["kl_baseline"] == 0
 
 
-def test_at_the_reference_the_loss_is_half_the_weights_and_the_baseline_is_0():
-    model, data = Model("actor", BigramEngine()), random_preferences()
-    scored = KTOReferenceInterface().inference(model, data, MicroBatchSpec(n_microbatches=2))
-    assert torch.equal(scored["logprobs"], ReferenceInterface().inference(model, data, MicroBatchSpec())["logprobs"])
-    expected = [logprob(model.engine.logits_VV, *pair).item() for pair in pairs_of_prompts(data)]
-    assert scored["mismatched_ref_logprobs"].tolist() == pytest.approx(expected, rel=1e-10)
-    data = data.with_tokens(ref_logprobs=scored["logprobs"])
-    data = data.with_sequences(mismatched_ref_logprobs=scored["mismatched_ref_logprobs"])
-    stats = stat_values(KTOInterface().train_step(model, data, MicroBatchSpec()))
-    assert stats["kl_baseline"] == pytest.approx(0, abs=1e-12)
-    assert stats["loss"] == pytest.approx(0.5, abs=1e-12)
-
-
-def test_the_graph_scores_responses_and_mismatched_pairs_with_the_reference():
-    first, second = dataflow().order
-    assert (first.name, first.model, set(first.outputs)) == (
-        "ref_inf",
-        "ref",
-        {"ref_logprobs", "mismatched_ref_logprobs"},
-    )
-    assert (second.name, second.model, second.method) == ("actor_train", "actor", "train_step")
-
-
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
@@ -250,12 +226,3 @@ def test_one_prompt_has_no_other():
     other = mismatched(data)
     assert not other["loss_mask"].any()
     assert other.lengths["loss_mask"] == data.lengths["loss_mask"]
-
-
-def test_response_logprobs_are_sums_over_the_trained_tokens():
-    engine, data = BigramEngine(), random_preferences(2)
-    found = response_logprobs(Model("actor", engine), data, MicroBatchSpec(n_microbatches=2), 0.7)
-    logp_VV = (engine.logits_VV / 0.7).log_softmax(-1)
-    rows = zip(data.sequences("input_ids"), data.sequences("loss_mask"), strict=True)
-    expected = [sum(float(logp_VV[x[t - 1], x[t]]) for t in range(1, len(x)) if m[t]) for x, m in rows]
-    assert found.tolist() == pytest.approx(expected, rel=1e-10)

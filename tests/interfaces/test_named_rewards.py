@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 
 import pytest
@@ -14,9 +13,8 @@ from realign.config import build
 from realign.engines import TransformersModel
 from realign.engines.training.optimizer import OptimizerSpec
 from realign.errors import ConfigError, RewardError, SettingsError
-from realign.interfaces import grpo, ppo, raft
+from realign.interfaces import grpo, ppo
 from realign.interfaces.components import RewardShaping
-from realign.interfaces.components.response_cut import ResponseCut
 from realign.interfaces.rule_reward import RuleRewardInterface
 from realign.records.metrics.samples import readable
 from realign.rewards.pool.pool import Tally
@@ -83,22 +81,6 @@ def test_the_reward_is_the_weighted_sum_and_each_function_keeps_its_own(file, wo
     }
 
 
-def test_a_single_function_and_a_list_of_one_give_the_same_reward(file):
-    single = RuleRewardInterface(f"{file}:length", workers=0)
-    listed = RuleRewardInterface(functions={"length": f"{file}:length"}, workers=0)
-    assert columns(single, batch(*DATA)) == {"rewards": [1.0, 2.0, 0.0, 2.0]}
-    assert columns(listed, batch(*DATA))["rewards"] == [1.0, 2.0, 0.0, 2.0]
-
-
-def test_the_order_of_the_functions_does_not_matter(file):
-    names = ["length", "has_c", "price", "best_of_group", "rank_in_batch"]
-    draw = random.Random(0)
-    for _ in range(20):
-        weights = {name: draw.uniform(-1e3, 1e3) * 10.0 ** draw.randint(-6, 6) for name in names}
-        shuffled = {name: weights[name] for name in draw.sample(names, len(names))}
-        assert columns(interface(file, weights), batch(*DATA)) == columns(interface(file, shuffled), batch(*DATA))
-
-
 @pytest.mark.parametrize("workers", [0, 1])
 def test_functions_of_a_group_and_of_the_batch_are_summed_with_those_of_a_response(file, workers):
     found = columns(
@@ -134,22 +116,6 @@ def test_failures_of_the_parts_of_a_batch_are_counted_for_each_function_apart(fi
         with pytest.raises(RewardError, match="and on 1 of the other 2 items of the batch"):
             reward.inference(MODEL, batch([[4], [4]]), MicroBatchSpec())
     reward.close()
-
-
-def test_a_cut_response_without_a_mark_has_the_penalty_and_no_named_reward(file):
-    strict = interface(file, {"length": 2.0}, cut=ResponseCut([4], penalty=-1.0))
-    assert columns(strict, batch(*DATA)) == {
-        "rewards": [-1.0, 4.0, -1.0, 2.0],
-        "rewards/length": [None, 2.0, None, 1.0],
-    }
-
-
-def test_shuffled_rewards_keep_the_sum_of_their_named_rewards(file):
-    data = batch(*([[3] * n for n in range(8)] for _ in range(2)))
-    found = columns(interface(file, {"length": 1.0, "price": 1.0}, shuffle=True), data)
-    assert found["rewards/length"] != [float(n) for n in range(8)] * 2
-    sums = [a + b for a, b in zip(found["rewards/length"], found["rewards/price"], strict=True)]
-    assert found["rewards"] == pytest.approx(sums)
 
 
 def test_metrics_are_mean_and_standard_deviation_over_the_responses_with_that_reward(file):
@@ -227,15 +193,6 @@ def test_a_config_gives_functions_as_text_with_a_weight_or_as_a_component(file):
 def test_a_mistake_in_one_function_is_named(functions, message):
     with pytest.raises(ConfigError, match=message):
         build(node(functions=functions), RuleRewardInterface, "interfaces.reward")
-
-
-def test_graphs_contain_the_named_rewards(file):
-    reward = interface(file, {"length": 1.0, "price": 1.0})
-    for flow, actor in ((grpo.dataflow, grpo.GRPOActorInterface()), (raft.dataflow, raft.RAFTActorInterface())):
-        graph = flow({"actor": actor, "reward": reward})
-        rpc = next(rpc for rpc in graph.rpcs if rpc.model == "reward")
-        assert rpc.outputs == ("rewards", "rewards/length", "rewards/price")
-        assert graph.unread() == []
 
 
 # --- runs ---

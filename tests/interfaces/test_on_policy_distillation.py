@@ -7,11 +7,10 @@ import json
 import pytest
 import torch
 
-from realign.api import MicroBatchSpec, Model, rl_graph
+from realign.api import MicroBatchSpec, Model
 from realign.config import build_experiment, compose
 from realign.interfaces.components import KLPenalty, Normalization, Reinforce, TeacherKL
 from realign.interfaces.ppo import PPOActorInterface
-from realign.interfaces.rule_reward import RuleRewardInterface
 from realign.runtime import run
 from realign.testing import BigramEngine, random_batch
 from realign.testing.batches import random_heads
@@ -83,17 +82,6 @@ def test_the_expected_gradient_is_that_of_the_reverse_kl():
     advantage = (logp - logq).detach()
     (sampled,) = torch.autograd.grad((logq.detach().exp() * -advantage * logq).sum(), logits)
     torch.testing.assert_close(sampled, exact, rtol=1e-10, atol=1e-12)
-
-
-def test_the_graph_has_a_teacher_and_rewards_only_if_a_role_gives_them():
-    graph = rl_graph({"actor": actor()})
-    assert [rpc.name for rpc in graph.rpcs] == ["actor_gen", "teacher_inf", "actor_train"]
-    assert graph.dataset_keys == ("prompt_ids",)
-    judge = RuleRewardInterface("realign.rewards.arithmetic:exact_answer")
-    names = [rpc.name for rpc in rl_graph({"actor": actor(), "reward": judge}).rpcs]
-    assert names == ["actor_gen", "reward_inf", "teacher_inf", "actor_train"]
-    other = [rpc.name for rpc in rl_graph({"actor": PPOActorInterface()}).rpcs]
-    assert other == ["actor_gen", "reward_inf", "actor_train"]
 
 
 def test_the_metric_estimates_the_reverse_kl_per_token():

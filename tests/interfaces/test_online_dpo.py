@@ -11,8 +11,7 @@ import torch
 from realign.api import GenerationConfig, MicroBatchSpec, Model, SequenceSample, stat_values
 from realign.config import build_experiment, compose
 from realign.interfaces.dpo import DPOInterface, DPOLoss
-from realign.interfaces.online_dpo import OnlineDPOInterface, best_and_worst, dataflow
-from realign.interfaces.reward_model import RewardModelInterface
+from realign.interfaces.online_dpo import OnlineDPOInterface, best_and_worst
 from realign.runtime import run
 from realign.testing import BigramEngine, random_batch
 from tests.tiny import save_tiny
@@ -94,13 +93,6 @@ def test_without_a_prompt_whose_rewards_differ_nothing_is_trained():
 def test_a_pair_needs_two_responses():
     with pytest.raises(ValueError, match=r"generation\.n=1: a pair needs two responses"):
         OnlineDPOInterface(generation=GenerationConfig(n=1))
-
-
-@pytest.mark.parametrize("free", [False, True])
-def test_the_graph_samples_rewards_scores_with_the_reference_and_trains(free):
-    interfaces = {"actor": OnlineDPOInterface(reference_free=free), "reward": RewardModelInterface()}
-    names = [rpc.name for rpc in dataflow(interfaces).order]
-    assert names == ["actor_gen", "reward_inf", *([] if free else ["ref_inf"]), "actor_train"]
 
 
 @pytest.mark.parametrize("preset", [None, "simpo"])

@@ -279,43 +279,6 @@ def test_end_tokens_are_those_of_the_model_if_the_sampler_names_none():
         interface.credit(model(), data, MicroBatchSpec())
 
 
-def test_of_several_responses_only_the_best_train():
-    data = two_prompts(rewards=[1.0, 3, 2, math.nan, 5], truncated=[False] * 5)
-    interface = PPOActorInterface(keep_best=1, generation=GenerationConfig(n=3))
-    assert training(interface, data) == [False, True, False, False, True]
-
-
-def test_masked_truncation_leaves_loss_and_divisor():
-    data = two_prompts(rewards=[1.0, 2, 3, 4, 5], truncated=[True, False, False, True, False])
-    interface = PPOActorInterface(truncation=Truncation(mask=True))
-    assert training(interface, data) == [False, True, True, False, True]
-    assert float(interface.loss_weight(interface.score(model(), data))) == 2 + 3 + 2
-
-
-def test_the_reward_of_a_greedy_answer_is_the_baseline():
-    data = two_prompts(rewards=[1.0, 3, 2, 4, 5], truncated=[False] * 5)
-    baseline = SequenceSample.from_sequences(["a", "b"], {"greedy": [[[1]], [[1]]]})
-    baseline = baseline.with_data({"baseline_rewards": torch.tensor([2.0, math.nan])}, like="greedy")
-    data = data.merge(baseline.select(["baseline_rewards"]))
-    interface = PPOActorInterface(advantage=GAE(lam=1.0), adv_norm=RAW, reward=RewardShaping(gain=10.0))
-    out = interface.credit(model(), data, MicroBatchSpec())
-    assert out["advantages"].tolist() == [0, -10, 0, 10, 10, 0, 0, 0, 0, *[0] * 6]
-    assert not out["loss_mask"][9:].any()  # without a baseline, no response is better than another
-
-
-def test_reinforce_plus_plus_baseline_is_a_group_mean_and_then_whitening_over_all_tokens():
-    data = two_prompts(rewards=[1.0, 3, 2, 4, 5], truncated=[False] * 5)
-    interface = PPOActorInterface(
-        generation=GenerationConfig(n=4),
-        advantage=GAE(lam=1.0, reward_norm=CENTERED),
-        adv_norm=Normalization(eps=0.0),
-    )
-    out = interface.credit(model(), data, MicroBatchSpec())
-    centred = np.repeat([-1.0, 1, 0, -0.5, 0.5], [1, 2, 3, 2, 2])
-    want = (centred - centred.mean()) / centred.std()
-    np.testing.assert_allclose(out["advantages"][out["loss_mask"]], want, rtol=0, atol=1e-6)
-
-
 def test_whitening_by_minibatch_uses_its_statistics():
     data = random_batch(7).select(CREDIT)
     seen: list[SequenceSample] = []
@@ -431,14 +394,6 @@ def test_the_loss_of_values_is_added_with_its_weight():
             want[ids[t - 1]] += table[ids[t - 1]] - float(returns[t])
             n += 1
     np.testing.assert_allclose(table - joint.engine.values_V.numpy(), 0.1 * want / n, rtol=0, atol=1e-7)
-
-
-def test_the_best_of_dense_rewards_are_those_with_the_largest_sums():
-    data = two_prompts(rewards=[0.0] * 5, truncated=[False] * 5)
-    dense = torch.tensor([9.0, 1, 9, 1, 1, 9, 1, 1, 1, 9, 3, 0, 9, 2, 2])  # rewards of prompt tokens do not count
-    data = data.with_tokens(dense_rewards=dense)
-    interface = PPOActorInterface(keep_best=1, generation=GenerationConfig(n=3))
-    assert training(interface, data) == [False, False, True, False, True]
 
 
 def test_each_needed_key_names_the_setting_that_asks_for_it():

@@ -126,44 +126,6 @@ def test_the_graph_of_decoupled_ppo_also_reads_the_versions_of_tokens(flags):
     assert rl_graph(interfaces | {"actor": DecoupledPPOActorInterface(**settings)}) == rl_graph(interfaces)
 
 
-def test_no_two_combinations_of_flags_have_the_same_expected_graph():
-    graphs = [expected_graph(flags) for flags in FLAGS]
-    assert len(graphs) == 96
-    assert all(a != b for a, b in itertools.combinations(graphs, 2))
-
-
-@pytest.mark.parametrize("flags", FLAGS, ids=str)
-def test_every_call_runs_after_the_calls_that_write_its_keys_and_before_its_model_trains(flags):
-    interfaces = {"actor": PPOActorInterface(**settings_of(flags)), "reward": Reward(flags["dense"])}
-    graph = rl_graph(interfaces)
-    written, trained = set(graph.dataset_keys), set()
-    for rpc in graph.order:
-        assert set(rpc.inputs) <= written
-        assert rpc.model not in trained
-        written |= set(rpc.outputs)
-        trained |= {rpc.model} if rpc.method == "train_step" else set()
-    assert trained == ({"actor", "critic"} if flags["critic"] == "own" else {"actor"})
-
-
-def test_the_graph_with_a_reference_and_a_critic_has_seven_calls():
-    flags = {"kl": True, "recompute": False, "critic": "own", "dense": False, "greedy_baseline": False, "ptx": False}
-    sampled = ("input_ids", "prompt_mask", "loss_mask", "logprobs", "versions", "truncated")
-    scored, masked = ("input_ids", "loss_mask"), {"loss_mask": "train_mask"}
-    known = ("logprobs", "truncated", "rewards", "ref_logprobs", "values", "bootstrap_values")
-    credited = ("advantages", "returns", "train_mask")
-    calls = (
-        RPC("actor_gen", "actor", "generate", ("prompt_ids",), sampled),
-        RPC("reward_inf", "reward", "inference", ("input_ids", "prompt_mask", "row"), ("rewards",)),
-        RPC("ref_inf", "ref", "inference", scored, ("ref_logprobs",), {"logprobs": "ref_logprobs"}),
-        RPC("critic_inf", "critic", "inference", scored, ("values", "bootstrap_values")),
-        RPC("actor_credit", "actor", "credit", (*scored, *known), credited, masked),
-        RPC("critic_train", "critic", "train_step", ("input_ids", "train_mask", "values", "returns"), (), masked),
-        RPC("actor_train", "actor", "train_step", ("input_ids", *known, *credited), (), masked),
-    )
-    found = rl_graph({"actor": PPOActorInterface(**settings_of(flags)), "reward": Reward()})
-    assert_graph(found, DataflowGraph(calls, ("prompt_ids", "row"), results=("versions", "truncated")))
-
-
 @pytest.mark.parametrize("flags", [flags for flags in FLAGS if not flags["greedy_baseline"]], ids=str)
 def test_an_agent_takes_the_place_of_sampling_and_reward(flags):
     actor, agent = PPOActorInterface(**settings_of(flags)), Agent(flags["dense"])

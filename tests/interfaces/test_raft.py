@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -12,7 +11,7 @@ import torch
 from realign.api import GenerationConfig, MicroBatchSpec, Model, SequenceSample, stat_values
 from realign.config import build_experiment, compose
 from realign.interfaces.components import SeqMeanTokenMean, SeqMeanTokenSum, TokenMean
-from realign.interfaces.raft import RAFTActorInterface, dataflow
+from realign.interfaces.raft import RAFTActorInterface
 from realign.interfaces.sft import SFTInterface
 from realign.runtime import run
 from realign.testing import BigramEngine, random_batch
@@ -58,21 +57,6 @@ def test_loss_and_gradient_are_the_likelihood_of_the_best_responses(aggregation)
     stats = stat_values(interface.train_step(Model("actor", engine), data, MicroBatchSpec(n_microbatches=3)))
     assert stats["loss"] == pytest.approx(loss.item(), rel=1e-12)
     torch.testing.assert_close(engine.logits_VV, before - 0.5 * table.grad, rtol=0, atol=1e-12)
-
-
-def test_the_best_of_each_prompt_are_chosen_by_hand():
-    data = judged([[0.0, 2.0, 2.0], [NAN, NAN], [NAN, -1.0, -2.0], [5.0, 4.0]], empty=(8,))
-    assert chosen(data) == [1, 6, 9]  # the first of ties; never NaN; never without tokens
-    assert chosen(data, keep_best=2) == [1, 2, 6, 7, 9]
-    assert chosen(data, keep_best=8) == [0, 1, 2, 6, 7, 9]
-    assert chosen(data, min_reward=2.0) == [1, 9]
-    assert chosen(judged([[math.inf, 1.0], [-math.inf, 0.0]])) == [1, 3]
-
-
-def test_prompts_of_equal_rewards_are_left_out_where_asked_for():
-    data = judged([[1.0, 1.0], [NAN, 3.0], [NAN, NAN], [0.0, 1.0]])
-    assert chosen(data) == [0, 3, 7]
-    assert chosen(data, skip_equal_rewards=True) == [7]
 
 
 def test_a_share_of_the_batch_is_chosen_whatever_its_prompt():
@@ -161,25 +145,6 @@ def test_trap_g9_raft_learns_a_toy_reward_and_nothing_from_shuffled_ones(choice)
 def test_settings_out_of_range_are_refused(setting, message):
     with pytest.raises(ValueError, match=message):
         RAFTActorInterface(**setting)
-
-
-def test_the_launch_table_says_what_trains():
-    interface = RAFTActorInterface(epochs=4, n_minibatches=8, min_reward=0.5, skip_equal_rewards=True)
-    table, plan = interface.describe(128), interface.plan()
-    assert (plan.epochs, plan.n_minibatches, plan.at_most, plan.optimizer_steps) == (4, 8, True, 32)
-    kept = "the best 1 of 8 of each prompt, with a reward of at least 0.5, of prompts whose rewards differ"
-    assert table["responses that train"] == kept
-    share = replace(RAFTActorInterface(), keep_best=None, keep_share=0.2).describe(10)
-    assert share["responses that train"] == "the best 0.2 of the batch's 80 responses"
-
-
-def test_the_graph_samples_judges_and_trains():
-    assert [(r.name, r.model, r.method) for r in dataflow().order] == [
-        ("actor_gen", "actor", "generate"),
-        ("reward_inf", "reward", "inference"),
-        ("actor_train", "actor", "train_step"),
-    ]
-    assert dataflow().unread() == []
 
 
 def test_the_shipped_experiment_runs_on_a_tiny_model(tmp_path):

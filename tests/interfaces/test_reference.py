@@ -9,7 +9,7 @@ import torch
 
 from realign.api import GenerationConfig, MicroBatchSpec, Model, SequenceSample
 from realign.config import build_experiment, compose
-from realign.errors import ConfigError, DataError, RunError
+from realign.errors import ConfigError, DataError
 from realign.interfaces import gkd
 from realign.interfaces.components import TeacherKL
 from realign.interfaces.ppo import PPOActorInterface, dataflow
@@ -90,17 +90,6 @@ def test_chat_messages_are_rendered():
     assert torch.equal(found[0]["logprobs"], found[1]["logprobs"])
 
 
-@pytest.mark.parametrize("begins", [False, True])
-def test_the_same_prompt_gives_the_same_log_probs(begins):
-    engine = tiny_engine("llama")
-    data, model = rollout(engine), Model("teacher", engine, tiny_tokenizer())
-    if begins:  # the text has the token with which a prompt begins, which is not added again
-        model.tokenizer.bos_token_id = int(data["input_ids"][0])
-    own = ReferenceInterface().inference(model, data, MicroBatchSpec())
-    same = ReferenceInterface(prompt="prompt").inference(model, data, MicroBatchSpec())
-    torch.testing.assert_close(own["logprobs"], same["logprobs"], atol=1e-6, rtol=0)
-
-
 @pytest.mark.parametrize(
     ("prompt", "rows", "message"),
     [
@@ -148,8 +137,3 @@ def test_a_model_distills_itself_under_another_prompt(tmp_path):
     divergence = run(experiment(tmp_path, "teacher_prompt")).series("divergence")
     assert len(divergence) == 3
     assert all(x > 1e-5 for x in divergence)
-
-
-def test_under_the_same_prompt_there_is_nothing_to_learn(tmp_path):
-    with pytest.raises(RunError, match="the run made no optimizer step"):
-        run(experiment(tmp_path, "prompt"))

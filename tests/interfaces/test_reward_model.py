@@ -18,7 +18,7 @@ from realign.errors import ConfigError, DataError, RunError, SettingsError
 from realign.interfaces.components.response_cut import ResponseCut
 from realign.interfaces.critic import PPOCriticInterface, ValueNormalization, ValueScale
 from realign.interfaces.ppo import PPOActorInterface
-from realign.interfaces.reward_model import RewardLoss, RewardModelInterface, ScoreAt, dataflow
+from realign.interfaces.reward_model import RewardLoss, RewardModelInterface, ScoreAt
 from realign.models import HeadInit, Score
 from realign.runtime import run
 from realign.testing import BigramEngine, random_preferences
@@ -139,13 +139,6 @@ def test_a_comparison_with_an_empty_response_does_not_count(kind, empty):
     assert engine.values_V[1:3].tolist() == [2.0, 1.0]
 
 
-def test_a_choice_whose_chosen_response_is_empty_does_not_count():
-    data = SequenceSample.from_sequences(["a"], {"input_ids": [[[0, 1], [0, 2], [0, 3]]]})
-    data = data.with_tokens(loss_mask=torch.tensor([False, False, False, True, False, True]))
-    data = data.with_sequences(labels=torch.tensor([1.0, 0.0, 0.0]), margins=torch.zeros(3))
-    assert RewardModelInterface(kind=RewardLoss.best_of_n).loss_weight(data) == 0
-
-
 def test_a_preference_between_equal_labels_does_not_count():
     data = pairs_by_hand().with_sequences(labels=torch.tensor([1.0, 1.0, 0.0, 1.0]))
     stats = stat_values(RewardModelInterface().train_step(Model("reward", scoring(0.0, 2.0, 1.0, 5.0, 3.0)), data, ONE))
@@ -179,18 +172,6 @@ def test_normalize_gives_the_mean_and_population_deviation_that_were_asked_for_a
 def test_scores_without_a_deviation_are_refused(scores):
     with pytest.raises(RunError, match="Calibration needs at least two finite scores"):
         RewardModelInterface().normalize(torch.tensor(scores))
-
-
-def test_normalize_says_what_it_found_over_all_ranks():
-    """The other rank has scores 4 and 5; this rank has 1 and 2."""
-    interface, other = RewardModelInterface(), torch.tensor([4.0, 5.0], dtype=torch.float64)
-
-    def reduce(x):
-        mean = 3.0
-        return x + (torch.stack([other.sum(), torch.tensor(2.0)]) if x.ndim else (other - mean).square().sum())
-
-    assert interface.normalize(torch.tensor([1.0, 2.0]), reduce=reduce) == (3.0, pytest.approx(math.sqrt(2.5)))
-    assert interface.gain == pytest.approx(1 / math.sqrt(2.5))
 
 
 def test_the_scale_of_labels_by_hand():
@@ -454,10 +435,6 @@ def test_an_odd_number_of_responses_is_refused_only_where_neighbours_are_pairs()
         assert stat_values(stats)["optimizer_steps"] == 1
 
 
-def test_the_graph_is_one_training_call():
-    assert [(r.name, r.method) for r in dataflow().order] == [("reward_train", "train_step")]
-
-
 def own_scores(folder, data: SequenceSample) -> torch.Tensor:
     """Return the scores that transformers computes for each single sequence."""
     model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
@@ -492,16 +469,6 @@ def test_a_tie_counts_as_a_wrong_choice():
     engine = scoring(0.0, 2.0, 2.0, 3.0, 5.0)  # the chosen response has an equal and a higher score
     stats = RewardModelInterface().train_step(Model("reward", engine), pairs_by_hand(), ONE)
     assert stat_values(stats)["accuracy"] == 0.5
-
-
-def test_a_choice_is_accurate_if_the_chosen_response_has_the_highest_score():
-    data = SequenceSample.from_sequences(["a", "b"], {"input_ids": [[[0, 1], [0, 2], [0, 3]], [[0, 3], [0, 4]]]})
-    data = data.with_tokens(loss_mask=torch.arange(10) % 2 == 1)
-    data = data.with_sequences(labels=torch.tensor([0.0, 0.0, 1.0, 1.0, 0.0]), margins=torch.zeros(5))
-    engine = scoring(0.0, 2.0, 1.0, 5.0, 6.0)  # the chosen 5 against 2 and 1, and the chosen 5 against 6
-    interface = RewardModelInterface(kind=RewardLoss.best_of_n)
-    stats = stat_values(interface.train_step(Model("reward", engine), data, ONE))
-    assert (stats["accuracy"], stats["score_chosen"], stats["score_rejected"]) == (0.5, 5.0, 3.0)
 
 
 @pytest.mark.parametrize("kind", [RewardLoss.pairwise, RewardLoss.scalar_compare])

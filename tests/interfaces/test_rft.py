@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from realign.api import GenerationConfig, MicroBatchSpec, Model, SequenceSample, stat_values
+from realign.api import MicroBatchSpec, Model, SequenceSample, stat_values
 from realign.config import build_experiment, compose
 from realign.interfaces.components import SeqMeanTokenMean, SeqMeanTokenSum, TokenMean
 from realign.interfaces.raft import trainable
@@ -60,15 +60,6 @@ def test_the_pool_keeps_distinct_judged_responses_of_a_prompt_over_epochs():
     assert pooled["rewards"].tolist() == [5.0, 5.0, 8.0, 0.0, 1.0, 2.0, 4.0]
     masks = [x.int().tolist() for x in pooled.sequences("loss_mask")]
     assert masks == [[0, 1, 1], [0, 1], [0, 1, 1, 1], [0, 0, 1], [0, 0, 1, 1], [0, 0, 1], [0, 0, 1]]
-
-
-def test_a_response_that_is_judged_again_takes_its_new_reward():
-    pool = Pool()
-    for reward in (1.0, 3.0):
-        again = batch({"a": ([1], {(2,): reward})})
-        pool.add(again, trainable(again))
-    assert len(pool) == 1
-    assert pool.take(again)["rewards"].tolist() == [3.0]
 
 
 def test_the_pool_survives_a_restart_as_json():
@@ -189,13 +180,6 @@ def test_trap_g9_rft_learns_a_toy_reward_and_nothing_from_shuffled_ones():
 def test_settings_out_of_range_are_refused(setting, message):
     with pytest.raises(ValueError, match=message):
         RFTActorInterface(**setting)
-
-
-def test_the_launch_table_says_what_trains():
-    interface = RFTActorInterface(generation=GenerationConfig(n=4), n_improve_steps=3, end_percentile=0.9)
-    table, plan = interface.describe(16), interface.plan()
-    assert (plan.epochs, plan.n_minibatches, plan.at_most) == (3, 1, True)
-    assert table["responses that train"] == "pooled responses above percentile 70, 80, 90 of their prompt"
 
 
 def test_the_graph_is_that_of_raft_and_rft_runs_by_naming_it(tmp_path):

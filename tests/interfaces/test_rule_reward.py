@@ -9,7 +9,7 @@ import torch
 from realign.api import MicroBatchSpec, Model, SequenceSample
 from realign.errors import ConfigError, RewardError, SettingsError
 from realign.interfaces.components.response_cut import ResponseCut
-from realign.interfaces.rule_reward import RuleRewardInterface, decode, token_ids, token_texts
+from realign.interfaces.rule_reward import RuleRewardInterface, decode, token_ids
 from realign.rewards.terms import FunctionTerm
 from tests.interfaces.rule_rewards import MODEL, batch
 
@@ -114,14 +114,6 @@ def test_a_cut_response_is_judged_up_to_its_mark_and_one_without_is_not_judged_a
     assert rewards(strict, batch([[3], [4]])) == [-1, -1]
 
 
-def test_penalties_are_dealt_out_at_random_as_other_rewards_are(function):
-    data = batch([[3] * n for n in range(1, 9)], [[7] * n for n in range(1, 9)])  # the second group has the mark
-    settings = {"workers": 0, "cut": ResponseCut([7], penalty=-1.0)}
-    assert rewards(RuleRewardInterface(function, **settings), data) == [-1.0] * 8 + [10.5] * 8
-    shuffled = rewards(RuleRewardInterface(function, shuffle=True, **settings), data)
-    assert sorted(shuffled) == [-1.0] * 8 + [10.5] * 8 != shuffled
-
-
 @pytest.fixture
 def dense_function(tmp_path) -> str:
     """Write a reward function with one reward per token: its position, times the row's price for "c".
@@ -153,31 +145,12 @@ def test_dense_rewards_stand_at_their_tokens_and_rewards_say_who_has_a_verdict(d
     assert out["dense_rewards"].dtype == out["rewards"].dtype == torch.float32
 
 
-def test_dense_rewards_of_a_cut_response(dense_function):
-    cut = ResponseCut([7], penalty=-1.0)
-    data = batch([[3, 7, 4, 5], [3, 4]])
-    out = RuleRewardInterface(dense_function, workers=0, dense=True, cut=cut).inference(MODEL, data, MicroBatchSpec())
-    assert out["rewards"].tolist() == [0.0, -1.0]
-    assert out["dense_rewards"].tolist() == [0, 1, 2, 0, 0, 0, 0, 0]
-
-
 def test_trap_c12_a_list_of_another_length_is_a_failure(dense_function):
     interface = RuleRewardInterface(dense_function, workers=0, dense=True, max_failed_fraction=0.0)
     with pytest.raises(
         RewardError, match=r"returned \[2\] \(list\), which has 1 elements; expected a list of 2 numbers"
     ):
         interface.inference(MODEL, batch([[8, 8]]), MicroBatchSpec())
-
-
-def test_tokens_are_told_one_by_one_with_special_tokens():
-    assert token_texts(MODEL, batch([[3, 0, 3], []])) == [["c", "?", "c"], []]
-
-
-def test_dense_settings_without_meaning_are_refused(function):
-    with pytest.raises(SettingsError, match="shuffle=true: permutes one reward per response"):
-        RuleRewardInterface(function, shuffle=True, dense=True)
-    with pytest.raises(ConfigError, match=r"but dense=true calls it as \(prompt, response, row, tokens\)"):
-        RuleRewardInterface(function, dense=True).open()
 
 
 @pytest.mark.parametrize(("functions", "text"), [({"a": "module:a"}, "both set"), ({}, "both empty")])
@@ -198,11 +171,6 @@ def test_a_worker_inherits_the_secrets_to_keep_and_no_others(tmp_path, monkeypat
         interface = RuleRewardInterface(f"{path}:score", workers=1, keep_environment=keep)
         assert rewards(interface, batch([[3]])) == [want]
         interface.close()
-
-
-def test_the_variables_to_keep_are_a_list(function):
-    with pytest.raises(SettingsError, match="keep_environment='KEPT_TOKEN'"):
-        RuleRewardInterface(function, keep_environment="KEPT_TOKEN")
 
 
 OTHERS = """

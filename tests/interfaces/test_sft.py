@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from realign.api import MicroBatchSpec, Model, SequenceSample, stat_values
-from realign.interfaces.sft import SFTInterface, dataflow
+from realign.interfaces.sft import SFTInterface
 from realign.testing import BigramEngine
 
 
@@ -54,17 +54,6 @@ def test_minibatches_are_dealt_anew_in_each_step_and_alike_in_each_run():
     assert order(0) == order(0) != order(1)
 
 
-def test_repeated_training_lowers_the_loss():
-    model, losses = Model("actor", BigramEngine()), []
-    for _ in range(20):
-        losses.append(stat_values(SFTInterface().train_step(model, batch(), MicroBatchSpec()))["nll"])
-    assert losses[-1] < losses[0] / 2
-
-
 def test_settings_that_cannot_train_are_refused_when_they_are_made():
     with pytest.raises(ValueError, match="n_minibatches=0: must be at least 1"):
         SFTInterface(n_minibatches=0)
-
-
-def test_the_graph_is_one_training_call():
-    assert [(r.name, r.method) for r in dataflow().order] == [("actor_train", "train_step")]

@@ -15,7 +15,7 @@ from realign.api import MicroBatchSpec
 from realign.engines import OptimizerSpec, SharedModel, TransformersModel
 from realign.errors import ConfigError, DataError
 from realign.models import AdapterStart, Lora, Score, Value
-from tests.tiny import random_sample, save_tiny, tiny_tokenizer
+from tests.tiny import random_sample, save_tiny
 
 ONE = MicroBatchSpec()
 STEP = OptimizerSpec(lr=1e-2, grad_clip=None)
@@ -97,14 +97,6 @@ def test_the_reference_of_a_continued_adapter_is_the_start_and_not_the_base_mode
     assert merged.frozen_start("actor") == SharedModel("actor", "reference")
 
 
-def test_a_continued_adapter_can_be_merged_on_save(sft, tmp_path):
-    found = load(sft[1], optimizer=STEP, trains=Lora(rank=4), adapter=AdapterStart.continue_)
-    assert torch.equal(logprobs(found), logprobs(sft[0]))
-    found.save(tmp_path / "whole")
-    assert (tmp_path / "whole" / "model.safetensors").is_file()
-    torch.testing.assert_close(logprobs(load(tmp_path / "whole")), logprobs(found), atol=1e-5, rtol=1e-5)
-
-
 def test_a_reward_model_from_an_adapter_keeps_its_head_and_starts_a_critic(tmp_path):
     base = save_tiny(tmp_path / "base")
     engine = load(base, "reward", head=Score(init="normal"), optimizer=STEP, trains=ALONE)
@@ -137,14 +129,6 @@ def test_a_hub_name_of_the_base_model_is_left_to_transformers(sft, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ConfigError, match=r"models\.actor\.path='owner/base': no such folder, and not in the cache"):
         load(sft[1])
-
-
-def test_an_adapter_folder_without_a_tokenizer_has_that_of_the_base_model(sft, tmp_path):
-    for file in sft[1].glob("tokenizer*"):
-        file.unlink()
-    source = TransformersModel(str(sft[1])).tokenizer_source("actor")
-    assert (source.path, source.key) == (str(tmp_path / "base"), "models.actor.path")
-    assert load(sft[1]).tokenizer("1+2")["input_ids"] == tiny_tokenizer()("1+2")["input_ids"]
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,12 @@ from realign.config.files import list_experiments
 from realign.engines import OptimizerSpec, SharedModel, TransformersModel
 from realign.errors import ConfigError
 from realign.models import Backend
-from realign.models.device import CUBLAS, DType, disable_tf32, pick_device, products_dtype
+from realign.models.device import CUBLAS, DType, pick_device, products_dtype
 from realign.models.network import kernels
 from tests.config_parts import MUST_BE_GIVEN
 from tests.flash_stand_in import install_flash
 from tests.grids import rotating
-from tests.tiny import random_sample, save_tiny, tiny_engine
+from tests.tiny import save_tiny, tiny_engine
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -59,36 +59,12 @@ def test_rocm_computes_in_bf16(monkeypatch):
     assert products_dtype(DType.auto, CUDA) == torch.bfloat16
 
 
-def test_models_on_cuda_compute_without_tf32(tf32):
-    flags = torch.backends.cuda.matmul, torch.backends.cudnn
-    for flag in flags:
-        flag.allow_tf32 = True
-    disable_tf32(CPU)
-    assert all(flag.allow_tf32 for flag in flags)
-    disable_tf32(CUDA)
-    assert not any(flag.allow_tf32 for flag in flags)
-
-
-def test_a_model_on_the_cpu_computes_in_fp32_by_default(tmp_path):
-    spec = TransformersModel(str(save_tiny(tmp_path / "model")))
-    assert str(spec.facts().compute) == "cpu, float32 products, attention: sdpa"
-    engine = spec.load("actor", seed=0).engine
-    data = random_sample([[5]])
-    assert engine.network.run(data, data).hidden_RH.dtype == torch.float32
-    with engine.network.autocast():
-        assert not torch.is_autocast_enabled("cpu")
-
-
 def test_a_loaded_model_reads_its_precision_from_the_device(tmp_path, monkeypatch):
     monkeypatch.setattr("realign.models.device.supports_bfloat16", lambda device: True)
     engine = TransformersModel(str(save_tiny(tmp_path / "model"))).load("actor", seed=0).engine
     with engine.network.autocast():
         assert torch.get_autocast_dtype("cpu") == torch.bfloat16
         assert torch.is_autocast_enabled("cpu")
-
-
-def test_a_machine_without_the_device_states_nothing():
-    assert TransformersModel("x", device="cuda").facts().compute is None
 
 
 @pytest.mark.parametrize(("capability", "found"), [((9, 0), "bfloat16"), ((7, 0), "float32")])
@@ -127,12 +103,6 @@ def test_a_deterministic_model_sets_the_flags_of_torch(tmp_path, monkeypatch, tf
     assert os.environ[CUBLAS] == ":4096:8"
     engine = tiny_engine(optimizer=OptimizerSpec(lr=1e-3))
     assert engine.capabilities().trainable
-
-
-def test_a_model_changes_no_flag_by_default(tmp_path):
-    TransformersModel(str(save_tiny(tmp_path / "model"))).load("actor", seed=0)
-    assert not torch.are_deterministic_algorithms_enabled()
-    assert not torch.backends.cuda.matmul.allow_tf32
 
 
 def test_a_missing_package_is_named_with_a_fix(tmp_path, monkeypatch):

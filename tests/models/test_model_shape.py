@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from transformers import AriaTextConfig, Gemma4TextConfig, LlamaConfig, Qwen3MoeConfig
 
 from realign.models import Causal, Lora, TopLayers
-from realign.models.model_shape import active_experts, shape_of
+from realign.models.model_shape import shape_of
 from tests.tiny import FAMILIES, OTHERS, tiny_config, tiny_model
 
 
@@ -45,18 +44,3 @@ def test_trained_weights_and_adapters_are_those_of_a_prepared_model(trains):
 def test_the_tensors_that_a_layer_saves_are_read_from_the_config(family, expected):
     shape = shape_of(tiny_config(family), Causal())
     assert (shape.unpacked, shape.pair_tensors, shape.mlp_tensors, shape.layer_norms) == expected
-
-
-@pytest.mark.parametrize(
-    ("config", "expected"),
-    [
-        (Qwen3MoeConfig(num_experts_per_tok=3), 3),
-        (Gemma4TextConfig(top_k_experts=3), 3),
-        (AriaTextConfig(moe_topk=3), 3),
-        (Gemma4TextConfig(), 8),
-        (LlamaConfig(), 8),
-    ],
-    ids=lambda value: getattr(value, "model_type", value),
-)
-def test_the_experts_of_a_token_have_several_names(config, expected):
-    assert active_experts(config, experts=8) == expected

@@ -21,7 +21,7 @@ import pytest
 
 from realign.report.page import write_report
 from realign.report.server import Answer, Viewer, ViewOptions, ViewServer
-from tests.report.runs import HOSTILE, make_run, write_run, write_sweep
+from tests.report.runs import HOSTILE, make_run, write_run
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 PAGES = ("overview", "curves", "samples", "tokens", "time", "system")
@@ -80,15 +80,6 @@ def test_every_page_opens_without_an_error_or_a_request(watched, report):
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     assert watched.errors == []
     assert {url.partition("#")[0] for url in watched.requests if not url.startswith("data:")} == {report}
-
-
-@pytest.mark.parametrize("width", [400, 900, 1500])
-def test_no_page_is_wider_than_the_window(browser, report, width):
-    context = browser.new_context(viewport={"width": width, "height": 800})
-    watched = Watched(context.new_page())
-    for name in PAGES:
-        assert watched.open(report, name).evaluate("document.documentElement.scrollWidth <= innerWidth"), name
-    context.close()
 
 
 def test_the_tooltip_of_a_token_shows_the_numbers_in_the_file(watched, report, run_folder):
@@ -172,34 +163,6 @@ def test_several_runs_are_overlaid_and_compared(watched, run_folder, tmp_path):
     assert watched.errors == []
 
 
-def test_runs_of_a_sweep_are_called_by_the_setting_that_differs(tmp_path):
-    if CHROMIUM is None:
-        pytest.skip("Chromium is not installed")
-    write_report(write_sweep(tmp_path / "sweep"), tmp_path / "report.html")
-    command = [
-        CHROMIUM,
-        "--headless",
-        "--no-sandbox",
-        f"--user-data-dir={tmp_path}/home",
-        "--virtual-time-budget=20000",
-    ]
-    pages = {
-        name: subprocess.run(
-            [*command, "--dump-dom", f"{(tmp_path / 'report.html').as_uri()}#{name}"],
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=True,
-        ).stdout
-        for name in ("curves", "compare")
-    }
-    pages = {name: re.sub("<script.*?</script>", "", text, flags=re.DOTALL) for name, text in pages.items()}
-    for std in ("group", "batch", "none"):
-        assert f"std={std}, mean of 2 seeds" in pages["curves"]
-        assert all(f"std={std} seed={seed}" in pages["compare"] for seed in (0, 1))
-    assert "output_dir" not in pages["compare"]
-
-
 def test_hostile_samples_are_shown_as_text(watched, run_folder, tmp_path):
     folder = tmp_path / "hostile"
     shutil.copytree(run_folder, folder)
@@ -259,23 +222,6 @@ def test_the_viewer_shows_new_steps_while_the_run_goes_on(browser, tmp_path):
         server.wait(30)
 
 
-DRIVER = """<!doctype html><iframe id="viewer" src="/"></iframe><ol id="seen"></ol><script>
-  const viewer = document.getElementById("viewer"), seen = document.getElementById("seen");
-  const shows = async (selector) => {
-    while (!viewer.contentDocument.querySelector(selector)) await new Promise((done) => setTimeout(done, 50));
-    seen.append(Object.assign(document.createElement("li"), { textContent: selector }));
-  };
-  viewer.onload = async () => {
-    const list = ["runs", "main .button"], run = ["overview?run=toy", "main .kpi"];
-    for (const [page, selector] of [list, run, list, run]) {
-      viewer.contentWindow.location.hash = "#" + page;
-      await shows(selector);
-    }
-  };
-</script>"""
-"""A page with the viewer in a frame: opens a run, goes back to the list, and opens the run again."""
-
-
 LIST = """<!doctype html><iframe id="viewer" src="/"></iframe><ol id="seen"></ol><script>
   const viewer = document.getElementById("viewer"), seen = document.getElementById("seen");
   viewer.onload = async () => {
@@ -312,11 +258,6 @@ def dumped(runs, driver, tmp_path) -> list[str]:
         server.server_close()
         thread.join(30)
     return re.findall("<li>(.*?)</li>", done.stdout)
-
-
-@pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
-def test_the_viewer_opens_a_run_that_was_closed_before(run_folder, tmp_path):
-    assert dumped(run_folder.parent, DRIVER, tmp_path) == ["main .button", "main .kpi", "main .button", "main .kpi"]
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")

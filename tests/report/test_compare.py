@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from realign.report.compare import comparison, names, paired
-from tests.report.runs import HOSTILE_VALUES, hostile_files, write_run, write_sweep
+from tests.report.runs import HOSTILE_VALUES, hostile_files, write_sweep
 
 
 def shown(parts, width=160) -> str:
@@ -63,21 +63,6 @@ def test_nothing_is_cut_off_at_the_width_of_the_terminal(width, tmp_path):
         assert "eval/reward" in text
         assert "completed" not in text
     assert "interfaces.actor.adv_norm.std: group -> none\n" in text.replace(" \n", "\n")
-
-
-def test_seeds_of_one_setting_are_shown_one_by_one_and_together(tmp_path):
-    folders = [write_run(tmp_path / str(i), value, seed=i) for i, value in enumerate((0.2, 0.4, 0.6))]
-    rows = [re.split(r"  +", line.strip()) for line in shown(comparison(folders)).splitlines()]
-    assert ["seed=0", "seed=1", "seed=2", "3 seeds"] in rows
-    # standard deviation 0.2, divided by the root of 3
-    assert ["eval/reward", "0.2 (0.2, 4)", "0.4 (0.4, 4)", "0.6 (0.6, 4)", "0.4 ± 0.12"] in rows
-
-
-def test_two_runs_with_one_seed_are_not_averaged(tmp_path):
-    folders = [write_run(tmp_path / name, value, seed=1) for name, value in (("before", 0.2), ("after", 0.4))]
-    rows = [re.split(r"  +", line.strip()) for line in shown(comparison(folders)).splitlines()]
-    assert ["before", "after"] in rows
-    assert ["eval/reward", "0.2 (0.2, 4)", "0.4 (0.4, 4)"] in rows
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,9 @@ import time
 
 import pytest
 
-from realign.draw import to_svg
-from realign.report.data import MOST_NAMES, POINTS, Metrics, alerts, graph_svg, run_data, run_line, spread, status
+from realign.report.data import MOST_NAMES, POINTS, Metrics, alerts, run_data, run_line, status
 from realign.report.files import run_info, summary
-from realign.runtime.run_report import graph_record
 from tests.report.runs import HOSTILE_VALUES, hostile_files
-from tests.toys import experiment
 
 
 def columns(records):
@@ -39,15 +36,6 @@ def test_a_report_contains_the_records_of_the_run(run_folder):
     assert "graph" not in data["info"]
 
 
-def test_a_folder_with_nothing_but_metrics_is_shown(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "seconds": 0.5, "loss": 2}\n')
-    data = run_data(tmp_path, "mine")
-    assert data["key"] == "mine"
-    assert data["metrics"]["values"] == {"loss": [2.0]}
-    assert data["status"]["state"] == "unknown"
-    assert run_line(tmp_path, "mine")["metric"] == "loss"
-
-
 def test_long_runs_are_averaged_over_neighboring_steps():
     records = [{"step": i, "seconds": i, "x": float(i), "rare": 1.0 if i == 7 else None} for i in range(3 * POINTS)]
     found = columns(records)
@@ -56,17 +44,6 @@ def test_long_runs_are_averaged_over_neighboring_steps():
     assert found["step"][:2] == [2, 5]
     assert found["values"]["x"][:2] == [1, 4]
     assert found["values"]["rare"][:3] == [None, None, 1.0]
-
-
-def test_the_kept_steps_fit_the_budget_and_include_the_first_and_the_last():
-    records = [{"step": step, "text": "x" * 100, "response": i} for step in range(200) for i in range(4)]
-    kept = spread(records, 20_000)
-    steps = list(dict.fromkeys(one["step"] for one in kept))
-    assert sum(len(json.dumps(one)) for one in kept) <= 20_000
-    assert (steps[0], steps[-1]) == (0, 199)
-    assert all(sum(one["step"] == step for one in kept) == 4 for step in steps)
-    assert spread(records[:4], 10) == []
-    assert spread([], 1_000_000) == []
 
 
 @pytest.mark.parametrize("kind", HOSTILE_VALUES)
@@ -80,20 +57,6 @@ def test_a_value_of_a_wrong_type_is_left_out_wherever_it_is(kind, run_folder, tm
         for line in files[name].splitlines()[1:]:
             (tmp_path / name).write_text(line)
             json.dumps(run_line(tmp_path, "key"), allow_nan=False)
-
-
-def test_records_keep_the_types_that_the_page_expects(run_folder, tmp_path):
-    for name, content in hostile_files(run_folder, {"a": [10**400]}).items():
-        (tmp_path / name).write_text(content)
-    data = run_data(tmp_path)
-    for one in (*data["samples"], *data["eval_samples"]):
-        assert isinstance(one["prompt"], str)
-        assert isinstance(one["reward"], float | None)
-    for one in data["tokens"]:
-        assert len(one["text"]) == len(one["tokens"])
-        assert all(isinstance(x, str) for x in one["text"])
-    assert all(isinstance(one["start"], float) and isinstance(one["thread"], str) for one in data["spans"])
-    assert all(x is None or isinstance(x, float | int) for column in data["metrics"]["values"].values() for x in column)
 
 
 @pytest.mark.parametrize("content", ["", "[1]", "{", "\x00", "[" * 100_000, "9" * 5000])
@@ -128,16 +91,6 @@ def test_the_status_is_that_of_the_last_attempt(tmp_path, attempt, state):
     attempts = [{"ended": "x", "status": "completed"}, attempt]
     (tmp_path / "run.json").write_text(json.dumps({"attempts": attempts}))
     assert status(tmp_path, run_info(tmp_path), summary(tmp_path))["state"] == state
-
-
-def test_a_recorded_graph_is_drawn_like_the_graph_of_the_run(tmp_path):
-    graph = experiment(tmp_path).graph
-    assert graph_svg(graph_record(graph)) == to_svg(graph)
-
-
-@pytest.mark.parametrize("record", [None, {}, [], {"rpcs": 3}, {"rpcs": [{"name": "x"}]}])
-def test_a_damaged_record_draws_nothing(record):
-    assert graph_svg(record) == ""
 
 
 def test_an_alert_says_since_when_a_curve_has_looked_wrong():

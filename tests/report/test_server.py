@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-import socket
 import threading
-from contextlib import ExitStack
 from http.client import HTTPConnection
 
 import pytest
@@ -120,21 +118,6 @@ def test_the_end_of_a_file_that_is_too_large_is_read_and_lines_that_are_too_long
     assert {one["key"]: one["step"] for one in listed} == {"long": 99, "sparse": 0, "wide": 99}
     assert [len(one["curve"]) for one in listed] == [1_000 // len(step_line(99)), 0, 2]
     assert listed[1]["status"] == {"state": "unreadable", "reason": "run.json is damaged"}
-
-
-def test_slow_clients_do_not_delay_others(viewer):
-    viewer.options.port = 0
-    with ViewServer(viewer) as server, ExitStack() as slow:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        for number in range(50):
-            client = slow.enter_context(socket.create_connection(server.server_address))
-            client.sendall(b"GET /api/run?key=toy HTTP/1.1\r\nHost: 127.0.0.1\r\n" + (b"\r\n" if number % 2 else b"X:"))
-        connection = HTTPConnection("127.0.0.1", server.server_address[1], timeout=60)
-        connection.request("GET", "/api/runs")
-        answer = connection.getresponse()
-        assert (answer.status, json.loads(answer.read())[0]["key"]) == (200, "toy")
-        connection.close()
-        server.shutdown()
 
 
 @pytest.mark.parametrize("key", ["../toy", "/etc", "nope", "", "toy/../toy"])

@@ -46,8 +46,3 @@ def test_each_dimension_has_the_ranks_that_it_should(
         assert {name: getattr(mesh, name).mesh.flatten().tolist() for name in expected} == expected
         assert mesh.data_ranks == len(expected["data"])
         assert mesh.data_rank == expected["data"].index(3)
-
-
-def test_fsdp_replicates_over_the_first_of_its_two_dimensions() -> None:
-    with mesh_of(Sharding(replicate=2), 4, 3) as mesh:
-        assert mesh.fsdp.mesh.tolist() == [[0, 1], [2, 3]]

@@ -47,10 +47,6 @@ def test_one_process_writes_and_reads_whole_tensors(tmp_path: Path) -> None:
         assert found[name].dtype == x.dtype
 
 
-def test_a_rank_that_does_not_lead_writes_no_plain_tensor() -> None:
-    assert shards_to_write(TENSORS, Ranks(1, 2))[0] == {}
-
-
 def test_shards_of_several_ranks_are_one_tensor_here_and_in_torch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -102,14 +102,6 @@ def test_loss_and_gradient_equal_those_of_transformers_on_one_micro_batch(family
         torch.testing.assert_close(x, expected.get(name, torch.zeros_like(x)), atol=1e-6, rtol=1e-4)
 
 
-def test_a_model_of_one_layer_has_the_loss_that_transformers_returns():
-    engine, data = engine_with(model={"num_hidden_layers": 1}), random_sample([[20]])
-    _, stats = train(engine, data, loss=nothing)
-    with eager(engine.module):
-        out = engine.module(input_ids=data["input_ids"][None], output_router_logits=True)
-    assert stats["load_balancing_loss"] == pytest.approx(out.aux_loss.item(), rel=1e-5)
-
-
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("which", [loss, nothing])
 def test_the_gradient_does_not_depend_on_micro_batches(which, checkpointing):
@@ -120,17 +112,6 @@ def test_the_gradient_does_not_depend_on_micro_batches(which, checkpointing):
         assert stats["n_microbatches"] > 1
         assert_same(found, whole)
         assert {n: stats[n] for n in NAMES} == pytest.approx({n: metrics[n] for n in NAMES}, rel=1e-5)
-
-
-def test_a_loss_per_micro_batch_would_give_another_gradient():
-    """The fractions of a part differ from those of the whole, so the test above can fail."""
-    data = sample()
-    whole, _ = train(engine_with(), data, loss=nothing)
-    parts = [train(engine_with(), data.take([i]), loss=nothing)[0] for i in range(len(data))]
-    tokens = data.lengths["input_ids"].per_prompt / data.lengths["input_ids"].total
-    name = "model.layers.0.mlp.gate.weight"
-    mean = sum(part[name] * n for part, n in zip(parts, tokens.tolist(), strict=True))
-    assert float((mean - whole[name]).abs().max()) > 1e-2 * float(whole[name].abs().max())
 
 
 def test_the_gradient_does_not_depend_on_the_order_or_on_shared_prompts():
@@ -177,38 +158,6 @@ def test_layers_that_are_recomputed_count_once(spec):
     torch.testing.assert_close(engine._load.probs_LE.sum(-1), torch.full((3,), float(tokens)))
 
 
-def test_a_router_that_always_chooses_the_same_experts_leaves_the_others_idle():
-    engine = engine_with(0.0)
-    with torch.no_grad():
-        for layer in engine.module.model.layers:
-            layer.mlp.gate.weight.zero_()
-    _, stats = train(engine, sample())
-    assert (stats["expert_load_max"], stats["expert_load_min"], stats["idle_experts"]) == (2.0, 0.0, 0.5)
-    assert stats["load_balancing_loss"] == pytest.approx(2.0)
-
-
-def test_coefficient_0_reports_the_load_and_changes_no_gradient():
-    data = sample()
-    plain = tiny_engine("qwen3_moe", optimizer=STEP)
-    found, stats = train(engine_with(0.0), data, SPECS[0])
-    want, without = train(plain, data, SPECS[0])
-    assert_same(found, want, atol=1e-7)
-    assert set(NAMES) <= stats.keys()
-    assert not set(NAMES) & without.keys()
-
-
-def test_training_with_the_loss_balances_the_experts():
-    engine = tiny_engine("qwen3_moe", optimizer=OptimizerSpec(lr=3e-3), load_balancing=LoadBalancing(1.0))
-    with torch.no_grad():
-        for layer in engine.module.model.layers:
-            layer.mlp.gate.weight[:2] *= 0.01
-            layer.mlp.gate.weight[2:] *= 3
-    data = random_sample([[30, 30], [30, 30]])
-    seen = [stat_values(engine.train_batch(data, SPECS[0], nothing, lambda _: torch.tensor(1.0))) for _ in range(30)]
-    assert seen[-1]["load_balancing_loss"] < seen[0]["load_balancing_loss"] - 0.02
-    assert seen[-1]["load_balancing_loss"] < 2.1  # 2 experts per token; balanced routers have the loss 2
-
-
 def test_adapters_are_trained_through_frozen_routers(tmp_path):
     folder = save_tiny(tmp_path / "moe", "qwen3_moe")
     spec = TransformersModel(
@@ -224,12 +173,6 @@ def test_adapters_are_trained_through_frozen_routers(tmp_path):
         gradients.append(train(engine, data, each, nothing)[0])
     assert any(float(x.abs().max()) > 1e-5 for x in gradients[0].values())
     assert_same(*gradients)
-
-
-def test_an_ordinary_pass_after_training_has_no_hooks():
-    engine, data = engine_with(), sample()
-    train(engine, data)
-    assert not any(part._forward_hooks for part in engine.module.modules())
 
 
 @pytest.mark.parametrize("family", ["qwen2_moe", "olmoe", "granitemoe", "minimax", "flex_olmo"])
@@ -294,24 +237,6 @@ def test_a_step_moves_the_bias_of_each_expert_towards_the_mean_load(spec):
     assert "load_balancing_loss" not in stats
 
 
-def test_a_vetoed_step_and_a_rate_of_0_move_no_bias():
-    for rate, allowed in ((0.01, False), (0.0, True)):
-        engine = biased_engine(LoadBalancing(0.0, bias_rate=rate))
-        before = biases(engine)
-        engine.train_batch(sample(), ONE, loss, lambda _: torch.tensor(30.0), lambda _, allowed=allowed: allowed)
-        assert torch.equal(biases(engine), before)
-
-
-def test_biases_balance_the_experts():
-    engine = biased_engine(LoadBalancing(0.0, bias_rate=0.02), optimizer=OptimizerSpec(lr=1e-9))
-    for bias_E in Routers(engine.module).biases:
-        bias_E[0] += 0.5
-    data = random_sample([[30, 30], [30, 30]])
-    seen = [stat_values(engine.train_batch(data, ONE, loss, lambda _: torch.tensor(30.0))) for _ in range(40)]
-    assert seen[0]["expert_load_max"] > 1.5
-    assert seen[-1]["expert_load_max"] < 1.3
-
-
 def test_biases_are_part_of_the_weights_and_of_the_state():
     engine, other = (biased_engine(LoadBalancing(0.0, bias_rate=0.01)) for _ in range(2))
     engine.train_batch(sample(), ONE, loss, lambda _: torch.tensor(30.0))
@@ -333,17 +258,6 @@ def test_a_bias_rate_needs_biases_and_all_weights():
 def test_a_model_without_routers_names_the_setting():
     with pytest.raises(ConfigError, match=r"models\.actor\.load_balancing: .*has no routers.*Remove load_balancing"):
         engine_with(family="llama")
-
-
-def test_a_frozen_model_cannot_balance():
-    with pytest.raises(SettingsError, match="load_balancing: has no effect without an optimizer"):
-        TransformersModel("folder", load_balancing=LoadBalancing())
-
-
-def test_the_frozen_start_of_a_balanced_model_does_not_balance():
-    start = TransformersModel("folder", optimizer=STEP, load_balancing=LoadBalancing()).frozen_start("actor")
-    assert isinstance(start, TransformersModel)
-    assert start.load_balancing is None
 
 
 def test_rows_of_a_shared_prefix_count_once_for_each_sequence():

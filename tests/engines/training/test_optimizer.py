@@ -16,12 +16,10 @@ from realign.engines import (
     OptimizerSpec,
     Schedule,
     ScheduleKind,
-    ScheduleUnit,
     TorchOptimizer,
     TransformersModel,
     learning_rate,
 )
-from realign.engines.distributed.sharded_engine import ShardedStepper
 from realign.engines.training.stepper import Stepper
 from realign.engines.training.torch_optimizer import ELEMENTWISE, MixedOptimizer
 from realign.errors import ConfigError, SettingsError
@@ -102,11 +100,6 @@ def test_weight_decay_spares_biases_and_norms():
     assert torch.equal(vector, torch.ones(2))
 
 
-def test_one_fused_call_updates_all_parameters():
-    optimizer = OptimizerSpec().build([torch.nn.Parameter(torch.ones(2, 2)) for _ in range(3)])
-    assert all(group["fused"] for group in optimizer.param_groups)
-
-
 def test_trap_d14_learning_rate_by_formula():
     def rates(steps, **schedule):
         spec = OptimizerSpec(lr=2.0, schedule=Schedule(**schedule))
@@ -145,16 +138,6 @@ def test_trap_d14_learning_rate_by_formula():
 def test_bad_values_are_refused_by_name(build, message):
     with pytest.raises(SettingsError, match=message):
         build()
-
-
-def test_names_are_taken_as_text():
-    assert Schedule(kind="linear", total=3, unit="train_step").unit is ScheduleUnit.train_step
-
-
-def test_a_run_shorter_than_its_warm_up_only_warms_up():
-    spec = OptimizerSpec(lr=1.0, schedule=Schedule(ScheduleKind.cosine, warmup=20, total=10))
-    assert [learning_rate(spec, step) for step in (0, 9)] == pytest.approx([1 / 21, 10 / 21])
-    assert learning_rate(spec, 20) == 1.0
 
 
 DATA = random_sample(((9, 4, 6), (12,)))
@@ -275,15 +258,6 @@ def test_arguments_of_the_class_are_passed_and_checked():
     )
 
 
-def test_weight_decay_applies_to_matrices_only():
-    matrix, vector = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2))
-    optimizer = spec("SGD", lr=0.1, weight_decay=0.5).build([matrix, vector])
-    matrix.grad, vector.grad = torch.zeros(2, 2), torch.zeros(2)
-    optimizer.step()
-    assert torch.allclose(matrix, torch.full((2, 2), 0.95))
-    assert torch.equal(vector, torch.ones(2))
-
-
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen2"])
 def test_muon_updates_the_matrices_of_layers_and_adamw_the_rest(family):
     settings = spec("Muon", lr=0.02, other_lr=1e-3, weight_decay=0.1, betas=(0.8, 0.9))
@@ -304,14 +278,6 @@ def test_muon_updates_the_matrices_of_layers_and_adamw_the_rest(family):
     assert {group["lr"] for group in adamw.param_groups} == {1e-3}
     assert adamw.defaults["betas"] == (0.8, 0.9)
     assert all(not torch.equal(x, before[name]) for name, x in engine.weights().items() if name in by_muon)
-
-
-def test_both_parts_of_muon_follow_the_schedule():
-    settings = spec("Muon", lr=0.02, other_lr=1e-3, schedule=Schedule("linear", total=4))
-    engine = train(tiny_engine(optimizer=settings), 2)
-    rates = [group["lr"] for group in engine._stepper.optimizer.param_groups]
-    assert rates[0] == pytest.approx(0.02 * 0.75)
-    assert rates[-1] == pytest.approx(1e-3 * 0.75)
 
 
 @pytest.mark.parametrize("of", [*(f"torch.optim.{name}" for name in TRAINABLE), f"{__name__}.EightBit"])
@@ -386,17 +352,6 @@ class ScheduleFree(torch.optim.SGD):
 def test_an_optimizer_that_cannot_be_used_is_refused_by_name(fields, message):
     with pytest.raises(SettingsError, match=message):
         TorchOptimizer(**fields)
-
-
-def test_an_optimizer_of_whole_weights_is_refused_with_shards():
-    with pytest.raises(ConfigError, match=r"models\.actor\.optimizer=torch\.optim\.Muon: it updates whole weights"):
-        ShardedStepper("actor", spec("Muon"), None, None)
-
-
-def test_an_8_bit_optimizer_without_bitsandbytes_names_the_extra(monkeypatch):
-    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    with pytest.raises(SettingsError, match=r"not installed. Run pip install 'realign-rl\[quantization\]'"):
-        TorchOptimizer(of="bitsandbytes.optim.AdamW8bit")
 
 
 def optimizer_of(tmp_path, *words):

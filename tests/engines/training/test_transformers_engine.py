@@ -5,20 +5,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
 
 from realign.api import (
     GenerationConfig,
-    Lengths,
-    Mean,
     MicroBatchSpec,
     SequenceSample,
     masked_max,
-    merge_stats,
     stat_values,
 )
 from realign.engines import OptimizerSpec, Schedule
-from realign.engines.training.transformers_engine import TransformersEngine
 from realign.errors import RunError
 from realign.interfaces.components import Constant, SeqMeanTokenMean, SeqMeanTokenSum, TokenMean
 from realign.samplers.in_process.compiled import fusion
@@ -81,15 +76,6 @@ def test_trap_d1_d3_step_does_not_depend_on_the_cut(mode):
         assert stats == pytest.approx(results[0][1], rel=1e-4)  # all metrics are equal, too
 
 
-def test_trap_d1_step_does_not_depend_on_the_order():
-    data, results = random_sample(LENGTHS), []
-    for order in ([0, 1, 2, 3], [3, 1, 0, 2]):
-        engine = tiny_engine(optimizer=STEP)
-        train(engine, data.take(order), MicroBatchSpec(max_tokens_per_microbatch=20))
-        results.append(weights(engine))
-    assert_same(*results)
-
-
 def test_trap_d1_golden_token_mean():
     """Lengths 2, 4, 10 with per-token loss 1, 2, 3: the token mean is 2.5. Means per micro-batch would give 2.0 or
     2.33."""
@@ -116,20 +102,6 @@ def test_trap_d5_group_size_does_not_scale_the_gradient():
         for data in (one, group.with_tokens(input_ids=ids))
     ]
     assert norms[0] == pytest.approx(norms[1], rel=1e-5)
-
-
-def test_trap_d7_microbatches_without_trainable_tokens_change_nothing():
-    data = random_sample([[9, 4], [5], [6]])
-    mask_T = data["loss_mask"].clone()
-    mask_T[13:18] = False  # the second prompt has no trained tokens
-    data = data.with_tokens(loss_mask=mask_T)
-    results = []
-    for sample, spec in ((data.take([0, 2]), ONE), (data, MicroBatchSpec(n_microbatches=3)), (data, ONE)):
-        engine = tiny_engine(optimizer=STEP)
-        train(engine, sample, spec)
-        results.append(weights(engine))
-    assert_same(results[0], results[1])
-    assert_same(results[0], results[2])
 
 
 def test_trap_d7_batch_without_trainable_tokens_is_no_step():
@@ -171,19 +143,6 @@ def test_trap_e13_zero_gradient_is_no_step():
     assert stat_values(constant)["loss"] == 0.5
     assert stat_values(constant)["zero_gradient_steps"] == 1
     assert moved(engine, before) == 0
-
-
-def test_weights_that_a_token_is_multiplied_by_are_counted():
-    """Input embeddings are read, unless the head multiplies by them; experts differ between tokens."""
-    counted = {}
-    for family in ("llama", "gemma2", "qwen3_moe"):
-        engine = tiny_engine(family)
-        sizes = {n: x.numel() for n, x in engine.module.named_parameters()}
-        counted[family] = (engine.capabilities().products, sum(sizes.values()), sizes["model.embed_tokens.weight"])
-    products, weights, embeddings = counted["llama"]
-    assert products == weights - embeddings
-    assert counted["gemma2"][0] == counted["gemma2"][1]
-    assert counted["qwen3_moe"][0] == 0
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
@@ -244,23 +203,6 @@ def test_a_vetoed_step_moves_no_weight_moment_schedule_or_average():
     assert (after["vetoed_steps"], after["optimizer_steps"], after["lr"]) == (0, 1, plain["lr"])
 
 
-def test_a_part_with_the_weight_of_the_whole_is_differentiated_and_applied():
-    """This is how two ranks train: their gradients sum to the gradient of the whole batch, and so do merged metrics."""
-    engine, data, loss = tiny_engine(optimizer=STEP), random_sample(LENGTHS), Likelihood()
-    weight, parts = loss.weight(data), data.chunks(2)
-    gradients, metrics = [], []
-    for part in parts:
-        metrics.append(engine.accumulate(part, ONE, loss.loss, weight))
-        gradients.append([p.grad.clone() for p in engine.module.parameters()])
-    engine.accumulate(data, ONE, loss.loss, weight)
-    for whole, *halves in zip(engine.module.parameters(), *gradients, strict=True):
-        torch.testing.assert_close(whole.grad, sum(halves), atol=1e-6, rtol=1e-5)
-    step = engine.apply(weight)
-    plain = stat_values(train(tiny_engine(optimizer=STEP), data))
-    found = stat_values({**merge_stats(metrics), **step})
-    assert found == pytest.approx(plain, rel=1e-5)
-
-
 def test_a_step_without_a_gradient_is_refused_or_counted():
     engine = tiny_engine(optimizer=STEP)
     with pytest.raises(ValueError, match=r"'actor': apply has no gradient. Call accumulate first."):
@@ -285,28 +227,6 @@ def assert_equal(a, b):
         assert a == b
 
 
-def test_a_batch_that_makes_no_step_for_another_reason_is_counted_as_that():
-    """The veto is only called if a step is possible. Batches of weight 0 and non-finite gradients are counted
-    separately."""
-    engine, asked = tiny_engine(optimizer=STEP), []
-
-    def veto(stats):
-        asked.append(stats)
-        return False
-
-    data = random_sample([[7], [5]])
-    empty = data.with_tokens(loss_mask=torch.zeros(12, dtype=torch.bool))
-    found = stat_values(engine.train_batch(empty, ONE, Likelihood().loss, Likelihood().weight, veto))
-    assert (found["zero_weight_steps"], found["vetoed_steps"], asked) == (1, 0, [])
-
-    def bad(out, mb):
-        return out.logprobs().sum() * float("nan"), {}
-
-    with pytest.warns(UserWarning, match="the loss of ids 'p0', 'p1'"):
-        found = stat_values(engine.train_batch(data, ONE, bad, lambda d: torch.tensor(1.0), veto))
-    assert (found["nonfinite_steps"], found["vetoed_steps"], found["skipped_steps"]) == (1, 0, 1)
-
-
 def test_an_interrupted_batch_leaves_no_gradient_behind():
     data = random_sample([[7], [5]])
 
@@ -322,19 +242,6 @@ def test_an_interrupted_batch_leaves_no_gradient_behind():
     train(engine, data)
     train(fresh, data)
     assert_same(weights(engine), weights(fresh), atol=0)
-
-
-def test_gradient_is_clipped_to_its_norm():
-    data = random_sample(LENGTHS)
-    plain = stat_values(train(tiny_engine(optimizer=STEP), data))["grad_norm"]
-    limit = plain / 4
-    engine = tiny_engine(optimizer=OptimizerSpec(lr=1e-2, eps=1.0, grad_clip=limit))
-    before = weights(engine)
-    assert stat_values(train(engine, data))["grad_norm"] == pytest.approx(plain, rel=1e-5)  # the norm before clipping
-    # Invert lr * g / (|g| + 1) to obtain the gradient that was used.
-    used = [(before[n] - x) / 1e-2 for n, x in weights(engine).items()]
-    used = [u / (1 - u.abs()) for u in used]
-    assert float(torch.stack([u.norm() for u in used]).norm()) == pytest.approx(limit, rel=1e-2)
 
 
 def test_trap_d14_schedule_counts_optimizer_steps():
@@ -531,21 +438,6 @@ def test_seed_c23_each_family_drops_values_at_the_rate_that_was_set(family):
     assert abs(stat_values(train(dropping, data))["loss"] - whole) > 1e-4
 
 
-def test_tied_embeddings_are_trained_through_both_uses():
-    data = random_sample(LENGTHS)
-    tied = tiny_engine("llama", model={"tie_word_embeddings": True}, optimizer=OptimizerSpec())
-    module = tied.module
-    assert module.lm_head.weight is module.model.embed_tokens.weight
-    loose = copy.deepcopy(module)
-    loose.lm_head.weight = nn.Parameter(module.lm_head.weight.detach().clone())
-    for model in (module, loose):
-        engine = TransformersEngine("actor", model, None, seed=0, optimizer=OptimizerSpec())
-        engine.network.run(data, data).logprobs().sum().backward()
-    parts = loose.model.embed_tokens.weight.grad, loose.lm_head.weight.grad
-    assert all(part.abs().max() > 1e-3 for part in parts)
-    torch.testing.assert_close(module.lm_head.weight.grad, sum(parts), atol=1e-5, rtol=1e-5)
-
-
 def test_trap_b9_bfloat16_computes_over_fp32_weights():
     data = random_sample(LENGTHS)
     results = {}
@@ -591,22 +483,6 @@ def test_forward_gives_results_in_the_order_of_the_batch(spec):
     data.merge(got)
 
 
-def test_forward_may_write_a_key_that_the_batch_has():
-    engine = tiny_engine()
-    data = random_sample([[4], [5]]).with_tokens(logprobs=torch.full((9,), 7.0))
-    got = engine.forward(data, ONE, keep_logprobs)
-    assert got.keys == {"logprobs"}
-    assert (got["logprobs"] <= 0).all()
-
-
-def test_forward_of_nothing_and_a_hook_that_adds_nothing():
-    engine = tiny_engine()
-    nothing = SequenceSample(()).with_data({"input_ids": torch.zeros(0).long()}, lengths=Lengths.of([]))
-    assert engine.forward(nothing, ONE, keep_logprobs).ids == ()
-    with pytest.raises(ValueError, match=r"post_hook returned only keys of the micro-batch .*. It must add a key."):
-        engine.forward(random_sample([[3]]), ONE, lambda out, mb: mb)
-
-
 def test_frozen_models_do_not_train():
     engine = tiny_engine()
     assert not engine.capabilities().trainable
@@ -630,19 +506,6 @@ def test_a_bad_weight_is_refused(weight):
         tiny_engine(optimizer=STEP).train_batch(
             random_sample([[5]]), ONE, Likelihood().loss, lambda d: torch.tensor(weight)
         )
-
-
-def test_metrics_of_several_steps_merge():
-    engine = tiny_engine(optimizer=STEP)
-    parts = [random_sample([[9]]), random_sample([[2]]), random_sample([[5, 5]], seed=1)]
-    stats = [train(engine, part) for part in parts]
-    merged = stat_values(merge_stats(stats))
-    assert merged["skipped_steps"] == 1
-    assert merged["optimizer_steps"] == 2
-    one, two = (stat_values(s)["loss"] for s in (stats[0], stats[2]))
-    assert merged["loss"] == pytest.approx((7 * one + 6 * two) / 13, rel=1e-5)
-    assert isinstance(stats[0]["pair"], Mean)
-    assert merged["pair"] == pytest.approx(merged["nll"])
 
 
 def test_generate_passes_on_the_engines_tokens_and_precision(monkeypatch):

@@ -35,27 +35,6 @@ def test_a_mix_is_that_part_of_each_weight():
     assert own["count"] == 7
 
 
-def test_a_mix_is_in_what_the_engine_computes_from_then_on():
-    one, other = tiny_engine("qwen2", model={"seed": 1}), tiny_engine("qwen2", model={"seed": 2})
-    expected = {name: 0.9 * x + 0.1 * one.weights()[name] for name, x in other.weights().items()}
-    other.load_weights(one.weights(), mix=0.1)
-    for name, x in other.weights().items():
-        torch.testing.assert_close(x, expected[name], rtol=1e-6, atol=1e-7)
-    expected_engine = tiny_engine("qwen2", model={"seed": 3})
-    expected_engine.load_weights(expected)
-    torch.testing.assert_close(logprobs(other), logprobs(expected_engine), rtol=1e-5, atol=1e-5)
-
-
-def test_tied_weights_are_one_and_are_mixed_once():
-    one, other = (tiny_engine("llama", model={"seed": s, "tie_word_embeddings": True}) for s in (1, 2))
-    assert "lm_head.weight" not in one.weights()
-    name = "model.embed_tokens.weight"
-    expected = 0.5 * other.weights()[name] + 0.5 * one.weights()[name]
-    other.load_weights(one.weights(), mix=0.5)
-    torch.testing.assert_close(other.weights()[name], expected)
-    torch.testing.assert_close(other.module.lm_head.weight.detach(), expected)
-
-
 def test_a_value_head_goes_along(tmp_path):
     path = str(save_tiny(tmp_path / "m", "llama"))
     one, other = (
@@ -160,19 +139,6 @@ def test_the_average_follows_the_formula_and_is_saved_beside_the_model(tmp_path)
             torch.testing.assert_close(p.detach(), wanted[name].float(), atol=1e-6, rtol=1e-6, msg=name)
         assert module.lm_head.weight is module.model.embed_tokens.weight
     assert max(float((trained[n] - want[n]).abs().max()) for n in want) > 1e-3
-
-
-def test_the_average_of_adapters_is_saved_merged(tmp_path):
-    engine = load(save_tiny(tmp_path / "m"), trains=Lora(rank=4))
-    for seed in range(3):
-        step(engine, seed)
-    layer = engine.module.model.layers[0].mlp.up_proj
-    engine.save(tmp_path / "actor")
-    parameters = {id(p): a for p, a in zip(engine._average.parameters, engine._average.average, strict=True)}
-    a, b = (parameters[id(x["default"].weight)] for x in (layer.lora_A, layer.lora_B))
-    found = AutoModelForCausalLM.from_pretrained(tmp_path / "actor_ema").model.layers[0].mlp.up_proj.weight
-    torch.testing.assert_close(found, layer.base_layer.weight + 8 * b @ a, atol=1e-6, rtol=1e-6)
-    assert len(parameters) == 2 * 7 * 3  # adapters of seven linear layers in three blocks; the base has no average
 
 
 def test_the_average_continues_exactly(tmp_path):

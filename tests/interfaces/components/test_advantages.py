@@ -7,7 +7,7 @@ import torch
 
 from realign.api import SequenceSample, stat_values
 from realign.errors import SettingsError
-from realign.functional import Scope, identity, segment_sum
+from realign.functional import identity, segment_sum
 from realign.interfaces.components import (
     GAE,
     Estimate,
@@ -182,16 +182,6 @@ def test_the_fraction_of_groups_with_equal_rewards_is_reported():
     data = two_groups()
     assert stat_values(GroupRelative().stats(data)) == {"zero_std_fraction": 0.5}
     assert GAE().stats(data) == {}
-
-
-def test_the_launch_table_lists_the_estimator():
-    assert GAE(0.9, 0.5).describe() == "GAE, gamma 0.9, lambda 0.5"
-    assert NStep(0.9, 3).describe() == "3-step returns, gamma 0.9"
-    assert GroupRelative().describe() == "reward of the response, at each of its tokens"
-    rich = GAE(reward_norm=Normalization(Scope.group, Scope.none), whiten_rewards=True, bootstrap=True).describe()
-    assert rich.count(";") == 3
-    weighted = GroupRelative(length_weighted=True, rescale_degenerate=True).describe()
-    assert weighted == "reward of the response, responses weighted by length, at each of its tokens, times B / (B - M)"
 
 
 def test_without_a_penalty_the_reward_of_a_response_is_its_score_at_the_last_trained_token():

@@ -25,11 +25,6 @@ def test_the_constant_is_required_and_positive():
         Constant(0.0)
 
 
-def test_the_launch_table_lists_the_aggregation():
-    rows = [mode.describe() for mode in MODES]
-    assert rows == ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant, 8 tokens per sequence"]
-
-
 LENGTHS = [2, 4, 10]
 LOSS = [1.0, 2.0, 3.0]
 

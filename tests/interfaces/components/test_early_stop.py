@@ -45,9 +45,3 @@ def test_without_a_bound_no_metric_is_read():
 def test_wrong_settings_raise(settings, message):
     with pytest.raises(SettingsError, match=message):
         EarlyStop(**settings)
-
-
-def test_the_launch_table_lists_the_bounds():
-    assert EarlyStop().describe() == ""
-    assert EarlyStop(ratio=5.0).describe() == "ratio_mean above 5"
-    assert EarlyStop(0.1, 5.0).describe() == "approx_kl above 0.1 or ratio_mean above 5"

@@ -156,13 +156,6 @@ def test_the_coefficient_is_restored_and_settings_are_not_changed():
     assert other.coef == control.coef != 0.1
 
 
-def test_the_launch_table_lists_the_penalty():
-    assert KLPenalty().describe() == "not applied"
-    assert KLPenalty("loss", 0.3).describe() == "in the loss, k3, coefficient 0.3"
-    weighted = KLPenalty("loss", 0.3, importance_weighted=True).describe()
-    assert weighted == "in the loss, k3, weighted by the policy ratio, coefficient 0.3"
-
-
 @dataclass
 class Hinge(KLPenalty):
     """Only log-ratios above `free` nats cost."""
@@ -246,16 +239,6 @@ def test_an_own_estimate_of_another_shape_is_an_error_that_names_it():
 
     with pytest.raises(ValueError, match=r"Total\.estimate returned shape \[\]\. It must return one value per token"):
         Total("reward").control().in_reward(random_batch(1).select(KEYS))
-
-
-def test_an_own_estimate_sees_no_values_off_the_mask():
-    data = random_batch(1).select(KEYS)
-    control, mask_T = Hinge("loss", 0.3).control(), data["loss_mask"]
-    dirty = data.with_tokens(ref_logprobs=data["ref_logprobs"].masked_fill(~mask_T, math.nan))
-    logprobs_T = data["logprobs"].masked_fill(~mask_T, math.inf).requires_grad_()
-    loss_T, _ = control.in_loss(None, logprobs_T, dirty, 1.0)
-    assert torch.equal(loss_T, control.in_loss(None, data["logprobs"], data, 1.0)[0])
-    assert torch.autograd.grad(loss_T.sum(), logprobs_T)[0].isfinite().all()
 
 
 def test_a_control_of_the_user_adapts_the_coefficient():

@@ -50,22 +50,3 @@ def test_scopes_may_be_given_by_name():
 def test_wrong_settings_raise(settings, message):
     with pytest.raises(SettingsError, match=message):
         Normalization(**settings)
-
-
-def test_what_a_normalization_does():
-    assert not Normalization("none", "none").active
-    assert Normalization("none", "batch").active
-    assert [Normalization(*x).compares_groups for x in (("group", "none"), ("batch", "group"), ("batch", "batch"))] == [
-        True,
-        True,
-        False,
-    ]
-
-
-def test_the_formula_shows_what_is_computed():
-    assert Normalization("none", "none").describe() == "none"
-    assert Normalization("group", "none", leave_one_out=True).describe() == "A - mean(group without itself)"
-    sample = Normalization("group", "batch", unbiased=True, eps=1e-6)
-    assert sample.describe() == "(A - mean(group)) / (sample std(batch) + 1e-06)"
-    inside = Normalization("none", "batch", eps_inside_sqrt=True)
-    assert inside.describe("R") == "(R) / sqrt(population std(batch)^2 + 1e-08)"

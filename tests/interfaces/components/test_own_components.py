@@ -75,11 +75,6 @@ def test_a_new_component_takes_few_lines(file, most):
     assert 0 < lines_of_code(EXAMPLES / file) <= most
 
 
-def test_each_example_is_a_subclass_of_its_base_class_only(topr, maxrl):
-    assert topr.__bases__ == (Objective,)
-    assert maxrl.__bases__ == (AdvantageEstimator,)
-
-
 def batch(*more: str):
     return random_batch(3).select([*KEYS, *more])
 
@@ -131,13 +126,6 @@ def test_an_own_component_passes_the_conformance_kit(actor, settings):
 
 
 @ACTORS
-@COMPONENTS
-def test_an_own_component_is_in_the_launch_table(actor, settings, place):
-    row = {"objective": ("policy objective", "Topr"), "advantage": ("advantage", "MaxRL")}[place]
-    assert actor(**settings).describe(4)[row[0]] == row[1]
-
-
-@ACTORS
 def test_with_an_own_advantage_kl_in_the_reward_and_dense_rewards_move_the_weights(actor, maxrl):
     def make(**more):
         return actor(advantage=maxrl(), adv_norm=Normalization("none", "none"), **more)
@@ -145,45 +133,6 @@ def test_with_an_own_advantage_kl_in_the_reward_and_dense_rewards_move_the_weigh
     assert moved(make(), make(kl=KLPenalty("reward", 0.1)))
     a, b = (train_once(make(), batch(*dense), MicroBatchSpec()).parameters[0] for dense in ((), ("dense_rewards",)))
     assert not torch.equal(a, b)
-
-
-class Reward(AdvantageEstimator):
-    def estimate(self, rewards, data, reduce):
-        return rewards.per_sequence
-
-
-class TokenReward(AdvantageEstimator):
-    def estimate(self, rewards, data, reduce):
-        return rewards.per_token
-
-
-@ACTORS
-@pytest.mark.parametrize("flags", [{"mean": "none"}, {"mean": "batch"}], ids=str)
-@pytest.mark.parametrize("advantage", [Reward, TokenReward])
-def test_with_an_own_advantage_the_scope_of_the_mean_moves_the_weights(actor, advantage, flags):
-    """MaxRL is excluded, since its advantages have a mean of 0 in each group."""
-    groups = {"mean": "group", "std": "group"}
-    first, second = Normalization(**groups), Normalization(**(groups | flags))
-    assert moved(*(actor(advantage=advantage(), adv_norm=norm) for norm in (first, second)))
-
-
-@ACTORS
-@pytest.mark.parametrize(
-    ("flags", "changed"),
-    [
-        ({}, {"std": "none"}),
-        ({}, {"std": "batch"}),
-        ({}, {"leave_one_out": True}),
-        ({}, {"unbiased": True}),
-        ({}, {"eps": 0.5}),
-        ({"eps": 0.5}, {"eps_inside_sqrt": True}),
-    ],
-    ids=str,
-)
-def test_with_an_own_advantage_each_flag_of_the_normalization_moves_the_weights(actor, flags, changed, maxrl):
-    groups = {"mean": "group", "std": "group"} | flags
-    first, second = Normalization(**groups), Normalization(**(groups | changed))
-    assert moved(*(actor(advantage=maxrl(), adv_norm=norm) for norm in (first, second)))
 
 
 class Saturating(Objective):

@@ -60,12 +60,6 @@ def test_missing_scores_stay_missing_and_are_in_no_moment():
     assert shaping.moments.std == pytest.approx(math.sqrt(2))
 
 
-def test_scores_that_are_all_the_same_are_left_as_they_are():
-    assert Scores(scale=RewardScale.running)([2.0, 2.0]) == [2.0, 2.0]
-    nearly = [0.1, 0.1, 0.1 + 1e-8]  # a std from fp32 rounding is not used as a scale
-    np.testing.assert_allclose(Scores(scale=RewardScale.ref)(nearly), nearly, rtol=1e-6)
-
-
 def test_state_is_restored_and_empty_where_no_moments_are_used():
     shaping, other = Scores(scale=RewardScale.running), Scores(scale=RewardScale.running)
     shaping([1.0, 5.0, 7.0])
@@ -74,12 +68,6 @@ def test_state_is_restored_and_empty_where_no_moments_are_used():
     plain = Scores()
     assert plain.shaping.state_of(plain.moments) == {}
     plain.shaping.restore(plain.moments, {})
-
-
-def test_two_interfaces_with_the_same_settings_share_no_moments():
-    one, other = Scores(scale=RewardScale.running), Scores(scale=RewardScale.running)
-    one([1.0, 5.0])
-    assert other.moments.count == 0
 
 
 def test_the_baseline_of_a_response_is_the_shaped_score_of_its_prompt():
@@ -126,17 +114,3 @@ def test_shapes_scores_does_not_count_the_baseline():
 def test_wrong_settings_raise(settings, message):
     with pytest.raises(SettingsError, match=message):
         RewardShaping(**settings)
-
-
-@pytest.mark.parametrize(
-    ("settings", "row"),
-    [
-        ({}, ""),
-        ({"bias": -0.5}, "(R - 0.5)"),
-        ({"bias": 1.0, "gain": 2.0, "clip": 5.0}, "2 (R + 1), clipped at 5"),
-        ({"scale": "ref"}, "divided by the std of the first batch"),
-        ({"baseline": "greedy"}, "minus the score of the greedy response"),
-    ],
-)
-def test_the_launch_table_lists_the_shaping(settings, row):
-    assert RewardShaping(**settings).describe() == row

@@ -78,15 +78,6 @@ def test_settings_that_do_not_fit_the_actor_raise():
     Truncation(mask=True).check(longest=1, baseline=True)
 
 
-def test_the_launch_table_lists_the_treatment():
-    assert Truncation().describe() == ""
-    assert Truncation("zero").describe() == "score set to 0"
-    assert Truncation("set", penalty=-1.0).describe() == "score set to -1"
-    assert Truncation("add", penalty=-0.5).describe() == "score lowered by 0.5"
-    assert Truncation("add", penalty=0.5).describe() == "score raised by 0.5"
-    assert Truncation(mask=True).describe() == "not in the loss"
-
-
 def test_the_penalty_of_dapo_equation_13():
     # Limit 10, buffer 4: no penalty up to 6 tokens, then a quarter per token, and 1 from the limit on.
     lengths_S = torch.tensor([0, 5, 6, 7, 8, 9, 10, 11])

@@ -66,18 +66,6 @@ def test_trap_a2_sequences_do_not_see_each_other(family):
         assert torch.equal(before[7:], after[7:])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_future_is_not_seen(family):
-    model = tiny_model(family)
-    ids_T = packed_ids()
-    changed_T = ids_T.clone()
-    changed_T[14:20] = packed_ids(seed=1)[14:20]  # tokens 6 to 11 of the third sequence
-    with torch.no_grad():
-        before, after = packed_logits(model, ids_T), packed_logits(model, changed_T)
-    torch.testing.assert_close(before[:14], after[:14], atol=1e-6, rtol=1e-6)
-    assert not torch.allclose(before[14], after[14])
-
-
 def test_trap_a3_left_padded_forward_equals_packed_with_learned_positions():
     packed, padded = tiny_model("gpt2"), tiny_model("gpt2", attention="eager")
     lengths = (7, 3, 12)
@@ -139,20 +127,6 @@ def test_packed_context_against_float64(what, value_size):
     got = PackedContext(cu_seqlens_of(LENGTHS)).attend(0, nn.Module(), q, k, v, ARGS[what])
     assert got.shape == (1, sum(LENGTHS), 4, value_size)
     torch.testing.assert_close(got.double(), reference(q, k, v, LENGTHS, ARGS[what]), atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("what", ARGS)
-def test_pieces_that_continue_another_against_float64(what):
-    pieces, after = (3, 4, 2, 0, 5, 1), (-1, 0, 0, 0, -1, 4)
-    q, k, v = qkv(lengths=pieces)
-    context = PackedContext(cu_seqlens_of(pieces), lengths=pieces, after=after)
-    got = context.attend(0, nn.Module(), q, k, v, ARGS[what])
-    starts = cu_seqlens_of(pieces).tolist()
-    for i, before in enumerate(after):
-        rows = [t for piece in (before, i) if piece >= 0 for t in range(starts[piece], starts[piece + 1])]
-        want = reference(*(x[:, :, rows] for x in (q, k, v)), (len(rows),), ARGS[what])
-        own = slice(len(rows) - pieces[i], None)
-        torch.testing.assert_close(got[:, starts[i] : starts[i + 1]].double(), want[:, own], atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("backend", FLASH)
@@ -240,13 +214,6 @@ def test_deterministic_algorithms_reach_flash(monkeypatch):
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     kernels.flash_attention(Backend.flash, *qkv(), ARGS["plain"], PACKING)
     assert calls[0]["deterministic"]
-
-
-def test_only_the_output_of_an_early_flash_3_is_used(monkeypatch):
-    install_flash(monkeypatch, "flash_attn_interface", with_sums=True)
-    q, k, v = qkv()
-    got = kernels.flash_attention(Backend.flash3, q, k, v, ARGS["plain"], PACKING)
-    assert got.shape == (1, sum(LENGTHS), q.shape[1], q.shape[3])
 
 
 def on_device(monkeypatch, installed=(), capability=(9, 0)):
@@ -390,15 +357,6 @@ def test_without_a_kernel_that_works_sdpa_runs_packed(monkeypatch, tmp_path):
     assert tiny_engine("llama", dtype=torch.bfloat16).network.abilities.unpacked is None
 
 
-def test_a_broken_flash_3_is_skipped_for_flash_2(monkeypatch, tmp_path):
-    install_broken(monkeypatch, tmp_path, "flash_attn_interface", BROKEN["no library"][0])
-    calls = install_flash(monkeypatch, "flash_attn")
-    pretend_cuda(monkeypatch)
-    assert kernels.preferred_kernel(Backend.auto, torch.device("cpu"), torch.bfloat16) == "flash-attn 2"
-    tiny_engine("llama", dtype=torch.bfloat16)
-    assert calls
-
-
 @pytest.mark.parametrize("what", BROKEN)
 def test_a_broken_kernel_that_is_set_is_an_error_with_its_own_message(monkeypatch, tmp_path, what):
     code, why = BROKEN[what]
@@ -427,13 +385,6 @@ def test_an_error_of_a_kernel_is_not_taken_for_a_property_of_the_family(monkeypa
     monkeypatch.setattr(kernels, "flash_attention", fail)
     with pytest.raises(ConfigError, match=r"attention=auto failed, and runs with sdpa: RuntimeError: an illegal ins"):
         tiny_engine("llama", dtype=torch.bfloat16)
-
-
-def test_the_capability_is_that_of_the_device(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, device.index))
-    assert kernels.capability(torch.device("cuda:3")) == (9, 3)
-    monkeypatch.setattr(torch.version, "hip", "6")
-    assert kernels.capability(torch.device("cuda:3")) is None
 
 
 def test_an_early_varlen_without_windows_is_not_chosen_for_them(monkeypatch):

@@ -65,11 +65,6 @@ def test_gradients_of_compiled_backward_passes_are_those_of_the_original_layers(
 
 
 @pytest.mark.slow
-def test_compiled_layers_train_in_bfloat16_as_the_original_layers():
-    check_same_training("qwen2", TorchCompile.eager, dtype=torch.bfloat16)
-
-
-@pytest.mark.slow
 def test_new_lengths_and_more_layers_compile_nothing_and_only_attention_breaks_graphs():
     engine = tiny_engine(
         optimizer=STEP, torch_compile=TorchCompile.eager, model={"num_hidden_layers": 12}, gradient_checkpointing=True

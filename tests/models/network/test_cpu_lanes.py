@@ -10,10 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from realign.api import GenerationConfig, Lengths, MicroBatchSpec, SequenceSample, stat_values
+from realign.api import Lengths, MicroBatchSpec, stat_values
 from realign.engines import OptimizerSpec, SharedModel, TransformersModel
 from realign.engines.shared_model import Share
-from realign.errors import RunError
 from realign.models import Causal, TopLayers, ValueHead
 from realign.models.network.passes import MIN_ROWS, ParallelPasses, SharedPrompts, in_lanes, side_by_side
 from realign.samplers.in_process import rollout_model
@@ -71,14 +70,6 @@ def test_lanes_divide_the_budget(nested, limit, threads, whole_groups):
         assert lanes * cut.max_tokens_per_microbatch <= limit
         longest = lengths.per_prompt if whole_groups else lengths.flat
         assert cut.max_tokens_per_microbatch >= longest.max()
-
-
-def test_lanes_are_as_many_as_there_is_work_for():
-    lengths = Lengths.of([[MIN_ROWS]] * 5)
-    assert in_lanes(lengths, lengths.total, MicroBatchSpec(), 8)[0] == 5
-    assert in_lanes(lengths, lengths.total, MicroBatchSpec(), 2) == (2, MicroBatchSpec(None, 2))
-    assert in_lanes(lengths, lengths.total, MicroBatchSpec(2 * MIN_ROWS), 8) == (2, MicroBatchSpec(MIN_ROWS, 6))
-    assert in_lanes(lengths, lengths.total, MicroBatchSpec(2 * MIN_ROWS - 1), 8)[0] == 1
 
 
 def test_results_keep_their_order_and_few_wait():
@@ -244,12 +235,3 @@ def test_a_rollout_takes_one_core_for_small_products(monkeypatch):
     cores.give_back()
     assert torch.get_num_threads() == 3
     assert seen == [(1, 1), (100_000, 3), (5, 1), (1, 3)]
-
-
-def test_threads_are_back_after_a_rollout_that_fails():
-    engine = tiny_engine()
-    prompts = SequenceSample.from_sequences(["a"], {"prompt_ids": [[torch.tensor([3, 4])]]})
-    for p in engine.network.parameters():
-        torch.nn.init.constant_(p, float("nan"))
-    with pytest.raises(RunError):
-        engine.generate(prompts, GenerationConfig(n=2, max_new_tokens=3), seed=0)

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from realign.errors import ConfigError, DataError
 from realign.models import Causal, ValueHead
 from realign.models.network.trains import Lora, TopLayers
 from realign.models.network.value_head import ValueNetwork
-from realign.samplers.in_process.background import StreamingEngine
 from realign.samplers.in_process.settings import InProcessSampling
 from tests.encoder_decoders import FAMILIES, family_pair, own_logprobs, sample_of, save_pair, tiny_pair
 from tests.tiny import VOCAB, engine_over
@@ -88,17 +86,6 @@ def test_gradients_equal_those_of_transformers_with_labels(family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_results_do_not_depend_on_micro_batches_or_the_other_sequences(family):
-    engine, data = engine_of(family), sample_of(SHAPE)
-    whole = scored(engine, data)
-    torch.testing.assert_close(scored(engine, data, max_tokens_per_microbatch=14), whole, atol=2e-6, rtol=2e-6)
-    wanted = whole.split(data.lengths["input_ids"].flat.tolist())
-    for ids, mask, want in zip(data.sequences("input_ids"), data.sequences("loss_mask"), wanted, strict=True):
-        alone = SequenceSample.from_sequences(["a"], {"input_ids": [[ids]], "loss_mask": [[mask]]})
-        torch.testing.assert_close(scored(engine, alone), want, atol=2e-6, rtol=2e-6)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_tokens_equal_those_of_generate(family):
     engine, model = engine_of(family, sampling=InProcessSampling(max_slots=4)), tiny_pair(family)
     data, prompts = prompts_of(5, 9, 1)
@@ -138,21 +125,6 @@ def test_a_cache_that_gives_other_results_is_not_used(monkeypatch):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_training_raises_the_likelihood_and_a_saved_model_is_the_trained_one(family, tmp_path):
-    data = sample_of(SHAPE)
-    engine = engine_of(family, optimizer=OptimizerSpec(lr=3e-3))
-    spec = MicroBatchSpec(max_tokens_per_microbatch=25)
-    steps = [engine.train_batch(data, spec, negative_likelihood, responses) for _ in range(8)]
-    losses = [stat_values(stats)["loss"] for stats in steps]
-    assert losses[-1] < losses[0] - 0.5
-    engine.save(tmp_path / "saved")
-    loaded = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "saved").eval()
-    with torch.no_grad():
-        want = expected(loaded, data)
-    torch.testing.assert_close(scored(engine, data)[data["loss_mask"]], want, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
 def test_resumed_training_is_bitwise_equal_to_uninterrupted_training(family):
     data, spec = sample_of(SHAPE), MicroBatchSpec(max_tokens_per_microbatch=25)
     first = engine_of(family, optimizer=OptimizerSpec(lr=1e-3))
@@ -165,17 +137,6 @@ def test_resumed_training_is_bitwise_equal_to_uninterrupted_training(family):
     weights = second.weights()
     for name, x in first.weights().items():
         assert torch.equal(x, weights[name]), name
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_gradient_checkpointing_changes_no_gradient(family):
-    data, found = sample_of(SHAPE), []
-    for checkpointing in (False, True):
-        engine = engine_of(family, optimizer=OptimizerSpec(lr=0.0), gradient_checkpointing=checkpointing)
-        engine.accumulate(data, MicroBatchSpec(), negative_likelihood, responses(data))
-        found.append([p.grad for p in engine.module.parameters()])
-    for plain, again in zip(*found, strict=True):
-        torch.testing.assert_close(again, plain)
 
 
 def test_a_value_head_reads_the_hidden_state_before_each_token_of_the_response():
@@ -217,14 +178,6 @@ def test_a_model_that_is_loaded_from_a_folder_trains_with_adapters_and_its_refer
     with torch.no_grad():
         want = expected(AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "merged").eval(), data)
     torch.testing.assert_close(scored(engine, data)[data["loss_mask"]], want, atol=1e-5, rtol=1e-5)
-
-
-def test_the_memory_estimate_counts_the_layers_of_both_stacks(tmp_path):
-    from realign.models.model_shape import read_shape
-
-    shape = read_shape(str(save_pair("t5", tmp_path / "t5")), Causal())
-    assert (shape.layers, shape.unpacked, shape.mlp) == (5, True, 96)
-    assert shape.parameters == sum(p.numel() for p in tiny_pair("t5").parameters())
 
 
 @pytest.mark.parametrize(
@@ -277,11 +230,6 @@ def test_a_setting_that_encoder_decoder_models_do_not_support_is_an_error(settin
         spec.load("actor", seed=0)
 
 
-def test_asynchronous_sampling_is_an_error():
-    with pytest.raises(ConfigError, match=r"models\.actor: encoder-decoder models cannot sample asynchronously"):
-        StreamingEngine("actor", engine_of("t5"))
-
-
 def test_a_model_without_a_start_token_is_an_error():
     module = tiny_pair("t5")
     module.config.decoder_start_token_id = module.generation_config.decoder_start_token_id = None
@@ -296,21 +244,6 @@ def test_a_model_whose_outputs_differ_from_its_last_layer_is_an_error():
     module.lm_head.register_forward_hook(lambda layer, given, out: out * 2)
     with pytest.raises(ConfigError, match="is not supported: logits of padded batches differ"):
         engine_over(module)
-
-
-def test_loading_warns_what_running_unpacked_costs(caplog):
-    with caplog.at_level(logging.WARNING):
-        engine = engine_of("bart")
-    assert "model family 'bart' is an encoder-decoder model, which cannot run packed. It runs unpacked" in caplog.text
-    assert engine.capabilities().size.endswith("unpacked")
-    assert engine.capabilities().encoder_decoder
-
-
-def test_a_decoder_half_still_runs_as_a_causal_model():
-    from tests.families import family_model
-
-    engine = engine_over(family_model("bart"))
-    assert not engine.capabilities().encoder_decoder
 
 
 @pytest.mark.slow

@@ -9,9 +9,8 @@ import pytest
 
 from realign.config import ConfigError
 from realign.config.construct import build
-from realign.config.experiment import as_node
 from realign.engines import TransformersModel
-from realign.models import Causal, Head, HeadInit, Score, Value, ValueHead, ValueHidden
+from realign.models import Causal, HeadInit, Score, Value, ValueHead
 
 
 @pytest.mark.parametrize(
@@ -41,21 +40,6 @@ def test_heads_tell_what_a_model_computes(head, word, outputs, is_scalar, replac
 def test_a_setting_out_of_range_is_named(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}$"):
         make()
-
-
-@pytest.mark.parametrize(
-    "head",
-    [
-        Causal(),
-        Causal(ValueHead(1, ValueHidden.mlp, HeadInit.normal), vocabulary=7),
-        Score(),
-        Score(HeadInit.normal),
-        Value(HeadInit.zero),
-    ],
-)
-def test_the_record_of_a_run_reads_back(head: Head) -> None:
-    model = TransformersModel("nowhere", head=head)
-    assert build(as_node(model), TransformersModel, "models.actor") == model
 
 
 @pytest.mark.parametrize(

@@ -47,39 +47,6 @@ def test_trap_a4_index_table():
     torch.testing.assert_close(values.scores(), torch.stack([after_T[2], after_T[4]]))
 
 
-def test_only_the_tokens_asked_for_are_computed():
-    out = output([4, 3])
-    where_T = torch.tensor([1, 0, 1, 0, 0, 1, 0]).bool()
-    got = out.logprobs(where_T=where_T)
-    torch.testing.assert_close(got, torch.where(where_T, out.logprobs(), 0))
-    assert got[0] == 0  # selected, but the first token of a sequence has no log-prob
-    got.sum().backward()
-    used = out.hidden_TH.grad.abs().sum(-1) > 0
-    assert used.tolist() == [False, True, False, False, True, False, False]
-
-
-def test_temperature_divides_the_logits():
-    out = output([4])
-    want = (out.logits / 0.7).log_softmax(-1)[torch.arange(3), out.input_ids_T[1:]]
-    torch.testing.assert_close(out.logprobs(temperature=0.7)[1:], want)
-    with pytest.raises(ValueError, match="temperature"):
-        out.logprobs(temperature=0.001)
-
-
-def test_hidden_states_stand_at_the_token_that_they_predict():
-    out = output([3, 2])
-    states_TH = out.hidden_states()
-    assert states_TH.tolist() == [
-        [0.0] * HIDDEN,
-        out.hidden_TH[0].tolist(),
-        out.hidden_TH[1].tolist(),
-        [0.0] * HIDDEN,
-        out.hidden_TH[3].tolist(),
-    ]
-    where_T = torch.tensor([1, 0, 1, 0, 0]).bool()
-    assert torch.equal(out.hidden_states(where_T=where_T), torch.where(where_T[:, None], states_TH, 0))
-
-
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
 def test_the_divergence_compares_the_distributions_of_the_same_token(beta):
     """The other model has another hidden size; its states and the result are at the index of the predicted token."""
@@ -166,13 +133,6 @@ def test_trap_b9_everything_a_loss_sees_is_fp32(dtype):
     assert {x.dtype for x in out.logprobs_and_entropy()} == {torch.float32}
     scalar = output([4, 3], ScalarHead(torch.randn(1, HIDDEN, dtype=dtype)), dtype=dtype)
     assert scalar.values().dtype == scalar.scores().dtype == torch.float32
-
-
-def test_scalar_heads_compute_in_fp32_under_autocast():
-    out = scalar_output([4])
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        inside = out.values()
-    assert torch.equal(inside, out.values())
 
 
 def test_wrong_questions_are_refused():

@@ -9,7 +9,6 @@ from realign.api import GenerationConfig, MicroBatchSpec, SequenceSample
 from realign.engines import OptimizerSpec, TransformersModel
 from realign.errors import ConfigError, SettingsError
 from realign.models import Causal, QHeads, ValueHead
-from realign.samplers.in_process.background import StreamingEngine
 from realign.samplers.servers.server_sampler import check_config
 from tests.tiny import VOCAB, random_sample, save_tiny
 
@@ -148,31 +147,6 @@ def test_sampled_logprobs_are_those_of_the_perturbed_policy(tmp_path, family, sc
         perturbed = (logits.log_softmax(-1) + scale * advantages) / temperature
         expected = perturbed.log_softmax(-1).gather(1, ids[1:, None])[:, 0].detach()
         torch.testing.assert_close(logprobs[1:][mask[1:]], expected[mask[1:]], atol=1e-4, rtol=1e-4)
-
-
-def test_greedy_sampling_takes_the_best_token_of_the_perturbed_policy(tmp_path):
-    engine = load(save_tiny(tmp_path / "m"))
-    step(engine)
-    out = engine.generate(PROMPTS, GenerationConfig(max_new_tokens=4, greedy=True, advantage_scale=1e4), seed=0)
-    plain = engine.generate(PROMPTS, GenerationConfig(max_new_tokens=4, greedy=True), seed=0)
-    assert out["input_ids"].tolist() != plain["input_ids"].tolist()
-    _, states_of = alone(engine)
-    for ids, mask in zip(out.sequences(), out.sequences("loss_mask"), strict=True):
-        best = smallest(engine.value_head.q_heads.target, states_of(ids)[:-1]).argmax(-1)
-        assert best[mask[1:]].tolist() == ids[mask].tolist()
-
-
-def test_the_background_sampler_samples_from_the_same_policy(tmp_path):
-    save_tiny(tmp_path / "m")
-    config = GenerationConfig(n=2, max_new_tokens=6, advantage_scale=3.0)
-    want = load(tmp_path / "m").generate(PROMPTS, config, seed=3)
-    background = StreamingEngine("actor", load(tmp_path / "m"))
-    try:
-        found = background.generate(PROMPTS, config, seed=3)
-    finally:
-        background.close()
-    assert found["input_ids"].tolist() == want["input_ids"].tolist()
-    assert torch.equal(found["logprobs"], want["logprobs"])
 
 
 def test_errors_name_the_setting(tmp_path):

@@ -5,10 +5,9 @@ import torch
 
 from realign.api import GenerationConfig, MicroBatchSpec, SequenceSample
 from realign.engines import OptimizerSpec
-from realign.models.network.recurrence import segment_recurrent_layers
 from realign.samplers.in_process.settings import InProcessSampling
 from tests.families import family_model
-from tests.tiny import VOCAB, engine_over, random_sample, tiny_model
+from tests.tiny import VOCAB, engine_over, random_sample
 
 FAMILIES = ("qwen3_next", "lfm2", "falcon_h1", "mamba")
 """Gated delta rule, short convolution, attention and recurrence in one layer, and no attention at all."""
@@ -97,22 +96,3 @@ def test_log_probs_of_rollouts_equal_those_of_scoring(family):
     assert len(set(out.lengths["input_ids"].flat.tolist())) > 3
     mask = out["loss_mask"]
     torch.testing.assert_close(scored(engine, out)[mask], out["logprobs"][mask], atol=1e-5, rtol=1e-5)
-
-
-def test_a_segmented_model_without_a_context_computes_as_before_and_keeps_its_names():
-    ids = torch.arange(3, 20)[None]
-    model = alone("qwen3_next")
-    want, names = model(input_ids=ids).logits, [type(part).__name__ for part in model.modules()]
-    keys = list(model.state_dict())
-    for _ in range(2):
-        segment_recurrent_layers(model)
-    assert torch.equal(model(input_ids=ids).logits, want)
-    assert [type(part).__name__ for part in model.modules()] == names
-    assert list(model.state_dict()) == keys
-
-
-def test_a_model_without_recurrent_layers_keeps_its_classes():
-    model = tiny_model("qwen3")
-    before = [type(part) for part in model.modules()]
-    segment_recurrent_layers(model)
-    assert [type(part) for part in model.modules()] == before

@@ -5,15 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from realign.api import GenerationConfig, MicroBatchSpec, Model, SequenceSample, stat_values
+from realign.api import GenerationConfig, MicroBatchSpec, SequenceSample, stat_values
 from realign.api.router_experts import ROUTER_EXPERTS, experts_per_token, without_experts
-from realign.engines import LoadBalancing, OptimizerSpec
+from realign.engines import OptimizerSpec
 from realign.engines.training.transformers_engine import TransformersEngine
 from realign.errors import ConfigError
-from realign.functional import KLEstimator, kl_estimate, nll_loss
-from realign.interfaces.components import ProximalKL
-from realign.interfaces.decoupled_ppo import DecoupledPPOActorInterface
-from realign.interfaces.ppo import PPOActorInterface
+from realign.functional import nll_loss
 from realign.models.network.attention import ATTENTION, use_attention
 from realign.models.network.passes import SharedPrompts
 from realign.models.network.routers import RouterReplay
@@ -208,26 +205,6 @@ def forced(engine, data):
     return stack
 
 
-def test_ties_of_routers_do_not_change_the_log_probs():
-    """All experts are equally probable up to rounding, and the inputs of the routers have noise."""
-    engine = moe_engine()
-    routers = engine.network.abilities.replay.routers.modules
-    with torch.no_grad():
-        for router in routers:
-            router.weight[:] = router.weight[:1] * (1 + 1e-7 * torch.arange(4)[:, None])
-    out = rollout(engine)
-    sampled_T, g = out["loss_mask"], torch.Generator().manual_seed(3)
-    noisy = [
-        router.register_forward_pre_hook(lambda _, given: (given[0] + 1e-6 * torch.randn(given[0].shape, generator=g),))
-        for router in routers
-    ]
-    replayed, plain = logprobs(engine, out), logprobs(engine, not_replayed(out))
-    for hook in noisy:
-        hook.remove()
-    torch.testing.assert_close(replayed[sampled_T], out["logprobs"][sampled_T], atol=2e-5, rtol=1e-5)
-    assert float((plain - out["logprobs"])[sampled_T].abs().max()) > 1e-2
-
-
 @pytest.mark.parametrize(
     ("settings", "norm_topk_prob"),
     [({}, False), ({"gradient_checkpointing": True}, True), ({"shared_prompts": SharedPrompts.off}, False)],
@@ -250,34 +227,6 @@ def test_changed_routers_replay_the_choices_with_weights_and_gradients_of_their_
         assert (stats["shared_tokens"] > 0) == ("shared_prompts" not in settings)
     routers = [x for name, x in gradient.items() if name.endswith("gate.weight")]
     assert min(float(x.abs().max()) for x in routers) > 1e-4
-
-
-@pytest.mark.parametrize("actor", [PPOActorInterface, DecoupledPPOActorInterface], ids=lambda cls: cls.__name__)
-def test_recomputed_log_probs_replay_the_choices_like_the_loss(actor):
-    engine = moe_engine()
-    data = rollout(engine)
-    perturb(engine)
-    interface = actor(generation=REPLAY, recompute=True, objective=ProximalKL(target=0.01))
-    model = Model("actor", engine)
-    scored = interface.inference(model, data.select(interface.keys("inference").needs), ONE)["logprobs"]
-    data = data.with_tokens(prox_logprobs=scored).with_sequences(rewards=torch.arange(data.n_sequences).float())
-    stats = stat_values(interface.train_step(model, data, ONE))
-    assert stats["first_logprob_diff_max"] < 1e-5  # 0.9 if only the loss replays
-    after = torch.where(data["loss_mask"], logprobs(engine, data), 0)  # the measured policy replays as well
-    expected = kl_estimate(scored, after, data["loss_mask"], KLEstimator.k3)[data["loss_mask"]].mean()
-    assert stats["proximal_kl"] == pytest.approx(float(expected), rel=1e-4)
-
-
-def test_without_a_record_the_routers_choose():
-    engine = moe_engine()
-    out = rollout(engine)
-    perturb(engine)
-    want, found = logprobs(engine, not_replayed(out)), logprobs(engine, without_experts(not_replayed(out)))
-    torch.testing.assert_close(found, want)
-    mixed = SequenceSample.gather([without_experts(not_replayed(out).take([0])), out.take([1, 2, 3])])
-    first = int(out.lengths["input_ids"].per_prompt[0])
-    torch.testing.assert_close(logprobs(engine, mixed)[:first], want[:first])
-    torch.testing.assert_close(logprobs(engine, mixed)[first:], logprobs(engine, out)[first:])
 
 
 def test_a_pass_leaves_no_hook_and_no_choices_behind():
@@ -303,21 +252,6 @@ def test_prompts_are_shared_only_where_the_choices_of_all_responses_are_equal():
     assert_same(found, alone)
     assert 0 < stats["shared_tokens"] < train(moe_engine(), out)[1]["shared_tokens"]
     assert [stats[name] for name in METRICS] == pytest.approx([unshared[name] for name in METRICS])
-
-
-def test_the_load_of_experts_counts_replayed_choices():
-    engine = moe_engine(load_balancing=LoadBalancing(0.5))
-    out = rollout(engine)
-    perturb(engine)
-    for spec in (ONE, MicroBatchSpec(n_microbatches=3)):
-        engine.accumulate(out, spec, loss, torch.tensor(30.0))
-        load = engine._load
-        experts = out[ROUTER_EXPERTS].long().unflatten(-1, (3, 2))
-        known = experts[experts[:, 0, 0] >= 0]
-        counts_LE = torch.stack([known[:, layer].flatten().bincount(minlength=4) for layer in range(3)])
-        more = load.counts_LE - counts_LE  # the last token of each response makes its own choice
-        assert more.min() >= 0
-        assert more.sum(-1).tolist() == [2 * out.n_sequences] * 3
 
 
 @pytest.mark.parametrize("family", ["qwen2", "bloom"])

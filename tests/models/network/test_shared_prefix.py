@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realign.api import Lengths, MicroBatchSpec, SequenceSample
+from realign.api import Lengths, MicroBatchSpec
 from realign.api.stats import stat_values
 from realign.engines import OptimizerSpec, SharedModel, TransformersModel
 from realign.errors import ConfigError
@@ -26,7 +26,7 @@ from realign.models.network.passes import (
 )
 from tests import flash_stand_in
 from tests.flash_stand_in import install_flash, pretend_cuda
-from tests.tiny import FAMILIES, OTHERS, VOCAB, random_sample, save_tiny, tiny_engine
+from tests.tiny import FAMILIES, OTHERS, random_sample, save_tiny, tiny_engine
 
 RAGGED = st.lists(
     st.tuples(st.integers(0, 4), st.lists(st.integers(0, 5), max_size=4)), max_size=5
@@ -38,17 +38,6 @@ GROUPS = ((7, (6, 0, 9)), (1, (4, 5)), (5, (8,)), (12, (1, 2, 3, 2)), (2, (2, 40
 prompt, a single response, and finally a group that is too small to share its prompt."""
 TOKENS = sum(prompt + n for prompt, own in GROUPS for n in own)
 SHARED = 2 * 7 + 1 + 3 * 12
-
-
-def test_a_layout_by_hand():
-    layout = Layout.of(Lengths.of([[5, 4], [3]]), np.array([2, 0]))
-    assert layout.pieces.tolist() == [2, 3, 2, 3]
-    assert layout.after.tolist() == [-1, 0, 0, -1]
-    assert layout.token_R.tolist() == [0, 1, 2, 3, 4, 7, 8, 9, 10, 11]
-    assert layout.row_T.tolist() == [0, 1, 2, 3, 4, 0, 1, 5, 6, 7, 8, 9]
-    assert layout.saved == 2
-    assert layout.position_R.tolist() == [0, 1, 2, 3, 4, 2, 3, 0, 1, 2]
-    assert layout.cu_seqlens.tolist() == [0, 2, 5, 7, 10]
 
 
 @given(RAGGED)
@@ -94,12 +83,6 @@ def test_prompts_are_shared_where_it_saves_enough():
     at_least = int(MIN_SAVED * 40)
     prefix_P = np.array([at_least, at_least - 1, 3, 0, 0])
     assert worthwhile(prefix_P, lengths).tolist() == [at_least, 0, 3, 0, 0]
-
-
-def test_different_sequences_are_left_alone():
-    passes = Passes.of(random_sample([[9, 9], [5]]), MicroBatchSpec(n_microbatches=2), share=True)
-    assert all(layout.token_R is None for _, layout in passes)
-    assert passes.saved == 0
 
 
 @pytest.mark.parametrize(("limit", "saved"), [(None, 18), (25, 18), (24, 12), (20, 12), (14, 6), (12, 0)])
@@ -262,17 +245,6 @@ def test_the_cut_is_invisible(limit):
     torch.testing.assert_close(*scored, atol=2e-5, rtol=1e-5)
 
 
-def test_a_budget_that_cuts_a_group():
-    data = sample([(10, (5, 5, 5, 5, 5, 5))])
-    shared, plain = pair(optimizer=STEP)
-    stats, weights = train(shared, data, MicroBatchSpec(25))
-    assert stats["n_microbatches"] == 2
-    assert stats["shared_tokens"] == 4 * 10
-    assert train(plain, data, MicroBatchSpec(25))[0]["n_microbatches"] == 6
-    want = train(tiny_engine(optimizer=STEP, shared_prompts=SharedPrompts.off), data)[1]
-    torch.testing.assert_close(weights, want, atol=1e-6, rtol=1e-5)
-
-
 def test_trap_b1_training_sees_the_scored_logprobs_exactly():
     data, engine = sample(), tiny_engine(optimizer=STEP)
     scored = engine.forward(data, ONE, lambda out, mb: mb.with_tokens(logprobs=out.logprobs()))["logprobs"]
@@ -281,23 +253,10 @@ def test_trap_b1_training_sees_the_scored_logprobs_exactly():
     assert torch.equal(out.logprobs().detach(), scored)
 
 
-def test_batches_without_groups_are_untouched():
-    data = random_sample([[9, 9], [5], [7, 3]])
-    found = [outputs(engine, data)[0] for engine in pair()]
-    assert found[0].row_T is None
-    assert torch.equal(found[0].hidden_TH, found[1].hidden_TH)
-
-
 def test_dropout_shares_nothing_in_training():
     engine = tiny_engine("gpt2", optimizer=STEP, dropout=0.1)
     assert train(engine, sample())[0]["shared_tokens"] == 0
     assert outputs(engine, sample(), training=False)[1] == SHARED
-
-
-def test_bfloat16():
-    shared, plain = pair("qwen3", dtype=torch.bfloat16)
-    found = [outputs(engine, sample())[0].logprobs() for engine in (shared, plain)]
-    assert (found[0] - found[1]).abs().median() < 2e-2
 
 
 @pytest.mark.parametrize("name", ["flash_attn", "flash_attn_interface"])
@@ -344,22 +303,6 @@ def test_a_kernel_that_aligns_queries_with_the_first_keys_shares_nothing(monkeyp
     network = tiny_engine("llama", dtype=torch.bfloat16).network
     assert not can_share("actor", network.module, Backend.auto, network.autocast)
     assert "cannot share prompts in bfloat16: hidden states differ by" in caplog.text
-
-
-def test_responses_do_not_see_each_other():
-    data, engine = sample(), tiny_engine("gemma2")
-    last = data.sequences()[2]
-    changed = data["input_ids"].clone()
-    start = int(data.cu_seqlens()[2])
-    changed[start + 8 : start + len(last)] = torch.randint(
-        3, VOCAB, (len(last) - 8,), generator=torch.Generator().manual_seed(5)
-    )
-    other = SequenceSample(data.ids, {**data.data, "input_ids": changed}, data.lengths)
-    with torch.no_grad():
-        before, after = (outputs(engine, x)[0].hidden_TH for x in (data, other))
-    assert torch.equal(before[: start + 8], after[: start + 8])
-    assert torch.equal(before[start + 16 :], after[start + 16 :])
-    assert not torch.allclose(before[start + 8 : start + 16], after[start + 8 : start + 16])
 
 
 def test_the_probe_refuses_shared_keys_that_are_lost(monkeypatch):

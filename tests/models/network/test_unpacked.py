@@ -2,19 +2,15 @@ from __future__ import annotations
 
 import logging
 
-import numpy as np
 import pytest
 import torch
 
 from realign.api import GenerationConfig, MicroBatchSpec, SequenceSample
 from realign.engines import OptimizerSpec
-from realign.engines.training.transformers_engine import TransformersEngine
 from realign.errors import ConfigError
-from realign.models.network.passes import similar_lengths
-from realign.models.network.unpacked import OwnCache, UnpackedModel
 from realign.samplers.in_process.settings import InProcessSampling
 from tests.families import family_model
-from tests.tiny import VOCAB, engine_over, random_sample, tiny_model, tiny_tokenizer
+from tests.tiny import VOCAB, engine_over, random_sample
 
 FAMILIES = ("bloom", "falcon", "rwkv", "diffllama")
 """alibi; attention classes that cannot be replaced; a recurrence; several attention calls per layer."""
@@ -81,13 +77,6 @@ def test_gradients_equal_those_of_each_sequence_alone(family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_results_do_not_depend_on_micro_batches(family):
-    engine, data = engine_of(family), random_sample([LENGTHS[:3], LENGTHS[3:]])
-    whole, cut = scored(engine, data), scored(engine, data, max_tokens_per_microbatch=13)
-    torch.testing.assert_close(cut, whole, atol=1e-6, rtol=1e-6)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_tokens_equal_those_of_transformers_and_log_probs_those_of_scoring(family):
     engine, model = engine_of(family, sampling=InProcessSampling(max_slots=4)), alone(family)
     prompts = [random_ids(n, seed=n) for n in (5, 9, 1)]
@@ -137,25 +126,3 @@ def test_the_warning_names_the_family_and_what_it_costs(caplog):
 def test_a_model_that_sees_later_tokens_is_rejected():
     with pytest.raises(ConfigError, match="'bert' is not supported: it is not causal"):
         engine_of("bert")
-
-
-def test_branches_require_a_packed_model():
-    engine = engine_of("bloom")
-    with pytest.raises(ConfigError, match="branch=reference requires a model that can run packed"):
-        engine.reference()
-
-
-def test_batches_have_sequences_of_similar_length():
-    assert list(similar_lengths([3, 12, 0, 10, 9, 8])) == [[1, 3, 4], [5], [0]]
-    assert list(similar_lengths([3, 12, 0, 3], 1)) == [[1], [0, 3]]
-    assert list(similar_lengths([0, 0])) == []
-
-
-def test_unpacked_hidden_states_equal_packed_ones():
-    model = tiny_model("llama")
-    data = random_sample([LENGTHS])
-    packed = TransformersEngine("actor", tiny_model("llama"), tiny_tokenizer(), seed=0)
-    want = packed.network.run(data, data).hidden_TH
-    got = UnpackedModel(model, "a reason").hidden(data["input_ids"], np.array(LENGTHS))
-    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
-    assert OwnCache(model).cached

@@ -56,22 +56,6 @@ def test_a_call_alone_is_the_engines_own_bit_by_bit(open_engine, config):
     assert len(engine.generate(numbered_prompts([]), config, seed=3)) == 0
 
 
-def test_calls_of_many_threads_share_the_slots(open_engine, monkeypatch):
-    rows = []
-    step = Stream._step
-    monkeypatch.setattr(Stream, "_step", lambda self, **how: (rows.append(self.active), step(self, **how))[1])
-    engine = open_engine()
-    want = {i: tiny_engine().generate(numbered_prompts([i]), CONFIG, seed=1) for i in range(12)}
-    short = GenerationConfig(n=1, max_new_tokens=4)
-    with ThreadPoolExecutor(13) as pool:
-        long = {i: pool.submit(engine.generate, numbered_prompts([i]), CONFIG, seed=1) for i in range(12)}
-        brief = pool.submit(engine.generate, numbered_prompts([3]), short, seed=2)
-        for i, future in long.items():
-            same(future.result(), want[i])
-        same(brief.result(), tiny_engine().generate(numbered_prompts([3]), short, seed=2))
-    assert max(rows) > CONFIG.n
-
-
 def test_weights_change_between_two_steps_of_running_calls(open_engine):
     engine = open_engine()
     config = GenerationConfig(n=2, max_new_tokens=100, fixed_length=True)
@@ -141,24 +125,6 @@ def test_texts_are_read_again_in_the_dtype_of_the_first_time(monkeypatch):
     assert reads[0][1]
 
 
-def test_weights_can_change_while_a_model_that_runs_unpacked_samples():
-    engine = tiny_engine("bloom")
-    sampler = StreamingEngine("actor", engine)
-    config = GenerationConfig(n=3, max_new_tokens=8, fixed_length=True)
-    try:
-        got = sampler.generate(numbered_prompts(range(3)), config, seed=2)
-        want = engine.generate(numbered_prompts(range(3)), config, seed=2)
-        assert got["input_ids"].tolist() == want["input_ids"].tolist()
-        sampler.pause()
-        sampler.sleep()
-        sampler.wake()
-        sampler.update(engine, 1)
-        sampler.resume()
-        assert set(sampler.generate(numbered_prompts(range(3)), config, seed=2)["versions"].tolist()) == {-1, 1}
-    finally:
-        sampler.close()
-
-
 def test_scoring_waits_for_its_turn_between_two_steps(open_engine):
     engine = open_engine()
     data = SequenceSample.from_sequences([0, 1], {"input_ids": [[[2, 3, 4]], [[5, 6]]]})
@@ -171,22 +137,6 @@ def test_scoring_waits_for_its_turn_between_two_steps(open_engine):
         out = engine.forward(data, MicroBatchSpec(), score)
         same(call.result(), tiny_engine().generate(numbered_prompts(range(6)), CONFIG, seed=1), exact=True)
     assert torch.equal(out["logprobs"], tiny_engine().forward(data, MicroBatchSpec(), score)["logprobs"])
-
-
-def test_a_bad_call_fails_alone(open_engine):
-    engine = open_engine()
-    with pytest.raises(ConfigError, match="stop token 9999 is not in the vocabulary"):
-        engine.generate(numbered_prompts([0]), GenerationConfig(max_new_tokens=5, stop_token_ids=[9999]), seed=0)
-    with pytest.raises(DataError, match="the prompt is empty"):
-        engine.generate(SequenceSample.from_sequences([0], {"prompt_ids": [[[]]]}), CONFIG, seed=0)
-    with pytest.raises(ValueError, match="weights"):
-        engine.update(tiny_engine(model={"num_hidden_layers": 2}), 1)
-    assert engine.version == 0
-    same(
-        engine.generate(numbered_prompts([0]), CONFIG, seed=1),
-        tiny_engine().generate(numbered_prompts([0]), CONFIG, seed=1),
-        exact=True,
-    )
 
 
 @pytest.mark.parametrize(("where", "name"), [(Rollout, "_step"), (Stream, "take")])
@@ -204,24 +154,6 @@ def test_an_error_in_the_loop_reaches_every_caller(open_engine, monkeypatch, whe
             assert isinstance(caught.value.__cause__, FloatingPointError)
     with pytest.raises(RuntimeError, match="the sky fell"):
         engine.update(other_engine(), 1)
-
-
-def test_an_exit_in_the_loop_reaches_every_caller(open_engine):
-    engine, go_on = open_engine(), threading.Event()
-
-    def leave():
-        raise SystemExit(3)
-
-    with ThreadPoolExecutor(3) as pool:
-        first = pool.submit(engine.loop.between_steps, go_on.wait)
-        others = [pool.submit(engine.loop.between_steps, work) for work in (leave, int)]
-        while len(engine.loop._jobs) < 3:
-            threading.Event().wait(0.001)
-        go_on.set()
-        assert first.result()
-        for call in others:
-            with pytest.raises(RuntimeError, match=r"models\.actor: sampling stopped: 3"):
-                call.result()
 
 
 def test_closing_wakes_who_waits(open_engine):
@@ -293,25 +225,6 @@ def test_a_submitted_response_that_is_alone_is_that_of_generate_bit_by_bit(open_
     assert found.truncated == bool(want["truncated"])
 
 
-def test_responses_of_any_group_size_share_a_rollout(open_engine, monkeypatch):
-    rows = []
-    step = Stream._step
-    monkeypatch.setattr(Stream, "_step", lambda self, **how: (rows.append(self.active), step(self, **how))[1])
-    engine = open_engine()
-    engine.pause()
-    handles = [engine.submit(r) for r in requests_of(numbered_prompts([0]), LONG, 1)]
-    with ThreadPoolExecutor(1) as pool:
-        call = pool.submit(
-            engine.generate, numbered_prompts([1]), GenerationConfig(n=4, max_new_tokens=100, fixed_length=True), seed=1
-        )
-        while len(engine.loop._calls) < 3:
-            threading.Event().wait(0.001)
-        engine.resume()
-        call.result()
-    assert all(len(handle.result().ids) == 100 for handle in handles)
-    assert max(rows) == 6
-
-
 def test_tokens_so_far_grow_and_keep_their_versions(open_engine, at_step):
     engine = open_engine()
     handle, other = (engine.submit(r) for r in requests_of(numbered_prompts([0]), LONG, 1))
@@ -327,20 +240,6 @@ def test_tokens_so_far_grow_and_keep_their_versions(open_engine, at_step):
     assert done.ids[: len(before.ids)].tolist() == before.ids.tolist()
     assert before.ids[: len(early.ids)].tolist() == early.ids.tolist()
     assert set(other.result().versions.tolist()) == {0, 1}
-
-
-def test_no_decode_step_is_made_in_a_pause(open_engine, at_step):
-    engine = open_engine()
-    handles = [engine.submit(r) for r in requests_of(numbered_prompts(range(2)), LONG, 1)]
-    at_step(engine.pause)
-    before = [handle.tokens() for handle in handles]
-    with pytest.raises(TimeoutError):
-        handles[0].result(0.05)
-    for one, handle in zip(before, handles, strict=True):
-        assert 0 < len(one.ids) < 100
-        assert handle.tokens().ids.tolist() == one.ids.tolist()
-    engine.resume()
-    same(*(sampled(found, LONG) for found in ([h.result() for h in handles], None)))
 
 
 def sampled(completions, config):
@@ -371,21 +270,6 @@ def test_a_cancelled_response_frees_its_slot_and_leaves_the_others_as_they_are(o
     assert not engine.loop.streams
 
 
-def test_responses_can_be_cancelled_before_they_have_slots(monkeypatch):
-    engine = StreamingEngine("actor", tiny_engine(sampling=InProcessSampling(max_slots=2)))
-    engine.pause()
-    handles = [engine.submit(r) for r in requests_of(numbered_prompts(range(3)), LONG, 1)]
-    assert handles[0].cancel()  # canceled before the loop has seen it
-    with ThreadPoolExecutor(1) as pool:
-        first = pool.submit(handles[1].result)
-        engine.resume()
-        first.result()
-        assert handles[5].cancel()  # it cannot have ended: two slots serve five responses of 100 tokens
-    assert [len(h.result().ids) for h in handles[1:5]] == [100] * 4
-    assert len(handles[5].tokens().ids) < 100
-    engine.close()
-
-
 def test_sleep_frees_the_cache_and_waking_continues_where_it_stopped(open_engine, at_step):
     engine = open_engine()
     handles = [engine.submit(r) for r in requests_of(numbered_prompts(range(2)), LONG, 1)]
@@ -399,21 +283,6 @@ def test_sleep_frees_the_cache_and_waking_continues_where_it_stopped(open_engine
     for handle, ids, given in zip(handles[:3], want.sequences()[:3], want.sequences("prompt_mask")[:3], strict=True):
         assert handle.result().ids.tolist() == ids[~given].tolist()
     assert handles[0].result().ids[: len(before.ids)].tolist() == before.ids.tolist()
-
-
-def test_weights_that_come_in_sleep_are_used_for_everything_after_it(open_engine, at_step):
-    engine = open_engine()
-    handle = engine.submit(requests_of(numbered_prompts([0]), LONG, 1)[0])
-    at_step(engine.sleep)
-    count = len(handle.tokens().ids)
-    engine.update(other_engine(), 1)
-    engine.wake()
-    done = handle.result()
-    assert done.versions.tolist() == [0] * count + [1] * (100 - count)
-    text = torch.cat([numbered_prompts([0])["prompt_ids"], done.ids])
-    data = SequenceSample.from_sequences([0], {"input_ids": [[text]]})
-    scored = other_engine().forward(data, MicroBatchSpec(), lambda out, part: part.with_tokens(x=out.logprobs()))["x"]
-    assert torch.allclose(done.logprobs[count:], scored[-(100 - count) :], atol=1e-4)
 
 
 def test_bad_requests_are_refused_when_they_are_made(open_engine):
@@ -571,26 +440,3 @@ def test_kept_keys_and_values_are_those_of_the_old_weights(models):
     assert again[0][:8] == kept[0][:8]
     assert not torch.allclose(again[1][8:], kept[1][8:], atol=1e-3)
     assert not torch.allclose(kept[1][8:], fresh_logprobs(models[1], prompt(0), kept[0])[8:], atol=1e-3)
-
-
-@torch.no_grad()
-def test_the_same_weights_under_a_new_version_change_no_token(models):
-    stream, other = stream_of(models[0]), stream_of(models[0])
-    sequences_S = added(stream, range(6))
-    added(other, range(6))
-    for _ in range(5):
-        stream.advance()
-    stream.update(PackedDecoder(ModuleTrunk(models[0])), read_head(models[0]), 1, recompute=True)
-    stream.run()
-    other.run()
-    want = responses_of(other, sequences_S)
-    for (tokens, logprobs, _), (want_tokens, want_logprobs, _) in zip(
-        responses_of(stream, sequences_S), want, strict=True
-    ):
-        assert tokens == want_tokens
-        assert torch.allclose(logprobs, want_logprobs, atol=1e-5)
-
-
-def test_reading_again_goes_in_several_passes(models, monkeypatch):
-    monkeypatch.setattr("realign.samplers.in_process.background.PREFILL_TOKENS", 12)
-    test_new_weights_take_effect_at_the_next_token(models, None)

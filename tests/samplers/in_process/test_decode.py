@@ -10,9 +10,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from realign.api import GenerationConfig
-from realign.models.network.decoder import ModuleTrunk, PackedDecoder
+from realign.models.network.decoder import PackedDecoder
 from realign.models.network.heads import read_head
-from realign.samplers.in_process import decode
 from realign.samplers.in_process.background import StreamingEngine
 from realign.samplers.in_process.compiled.fusion import Fusion
 from realign.samplers.in_process.compiled.library import CompiledDecode
@@ -63,14 +62,6 @@ def test_samples_do_not_depend_on_the_number_of_steps_between_synchronizations(c
     if case == "stop tokens":
         assert len({len(r) for r in responses(want)}) > 3
         assert 0 < int(want["truncated"].sum()) < len(want["truncated"])
-
-
-@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "qwen3_moe"])
-def test_other_attention_layers_do_not_depend_on_it(family: str) -> None:
-    model = tiny_model(family)
-    got, want = rollout(model, 5), rollout(model, 1)
-    assert responses(got) == responses(want)
-    torch.testing.assert_close(got["logprobs"], want["logprobs"], atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("recompute", [True, False])
@@ -155,26 +146,6 @@ def test_decode_steps_do_not_wait_for_the_device_and_the_end_of_a_block_does(set
     assert end.found
 
 
-def test_stop_strings_and_models_that_run_unpacked_synchronize_at_every_step() -> None:
-    model = tiny_model(**UNTIED)
-    config, device = GenerationConfig(stop_strings=["a"]), torch.device("cpu")
-    decoder = tiny_engine("bloom").network.abilities.own_cache
-    for chosen, model_decoder in ((config, tiny_packed(model)), (GenerationConfig(), decoder)):
-        stopping = Stopping(chosen, STOPS, tiny_tokenizer(), VOCAB, device)
-        assert (
-            Rollout(model_decoder, read_head(model), chosen, stopping, InProcessSampling(sync_every=7)).sync_every == 1
-        )
-    config = GenerationConfig()
-    stopping = Stopping(config, STOPS, None, VOCAB, device)
-    for every, want in ((7, 7), (None, 1)):
-        found = Rollout(tiny_packed(model), read_head(model), config, stopping, InProcessSampling(sync_every=every))
-        assert found.sync_every == want
-
-
-def tiny_packed(model: Any) -> Any:
-    return PackedDecoder(ModuleTrunk(model))
-
-
 class CountingDecoder:
     """The state of a text is its first token; records the texts of each prefill."""
 
@@ -215,24 +186,3 @@ def test_responses_begin_in_order_and_a_group_can_begin_in_parts() -> None:
     assert begun(queue, 9) == (1, 4, [3, 4, 5], [103, 104, 105])
     assert queue.begin(1) is None
     assert len(queue) == 0
-
-
-def test_a_prefill_reads_only_the_wanted_prompts_within_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode, "PREFILL_TOKENS", 7)
-    queue, decoder = queue_of(9, 3, 4, 5), CountingDecoder()
-    for wanted in (1, 3, 8, 8, 8):
-        queue.prefill(decoder, wanted)  # type: ignore[arg-type]
-    assert decoder.passes == [[0], [1], [2], [3]]
-    queue.forget_prefills()
-    assert queue.begin(1) is None
-
-
-def test_a_removed_response_does_not_begin() -> None:
-    queue, decoder = queue_of(3, 3), CountingDecoder()
-    queue.remove(0)
-    queue.prefill(decoder, 3)  # type: ignore[arg-type]
-    assert begun(queue, 2) == (0, 3, [1], [101])
-    queue.remove(2)
-    queue.remove(3)
-    assert len(queue) == 0
-    assert queue.begin(1) is None

@@ -10,7 +10,6 @@ from realign.api.in_process_sampler import InProcessSampler
 from realign.api.sampler import generate_by_requests
 from realign.api.sampling_mask import SAMPLING_MASK, masks_of
 from realign.engines import OptimizerSpec
-from realign.functional.logprobs import chunk_tokens
 from realign.models.network.attention import ATTENTION, use_attention
 from realign.samplers.in_process.background import StreamingEngine
 from realign.samplers.in_process.settings import InProcessSampling
@@ -127,12 +126,3 @@ def test_stop_tokens_that_may_not_be_drawn_yet_are_in_no_set():
         assert [2 in x.tolist() for x in sets] == [t >= 4 for t in range(len(sets))]
         assert 4 <= len(sets) < len(tokens)
     torch.testing.assert_close(scored(policy, out)[0], out["logprobs"], atol=5e-6, rtol=0)
-
-
-def test_sets_of_chunks_belong_to_their_tokens(monkeypatch):
-    policy = engine()
-    out = policy.generate(prompts(range(9)), CONFIG, seed=0)
-    whole = scored(policy, out, MicroBatchSpec())
-    monkeypatch.setattr("realign.functional.logprobs.chunk_tokens", lambda *_: 7)
-    assert chunk_tokens(VOCAB, torch.device("cpu")) > 7
-    torch.testing.assert_close(scored(policy, out, MicroBatchSpec()), whole, atol=5e-6, rtol=0)

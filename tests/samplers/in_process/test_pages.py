@@ -10,7 +10,6 @@ import torch
 
 from realign.api import GenerationConfig
 from realign.engines.training.transformers_engine import TransformersEngine
-from realign.models.network import kernels
 from realign.models.network.decoder import ModuleTrunk, PackedDecoder
 from realign.models.network.heads import read_head
 from realign.models.network.kernels import AttentionArgs
@@ -132,15 +131,6 @@ def test_rows_that_need_the_same_page_wait_and_sample_the_same(in_pages, monkeyp
     assert len(in_pages[-1][0]) == 1 + 16
 
 
-def test_a_group_that_needs_more_pages_than_there_are_starts_in_parts(in_pages, monkeypatch):
-    config = GenerationConfig(n=9, max_new_tokens=2)
-    given = [torch.arange(3, 12)]  # 9 tokens: two pages each
-    want = engine_of().generate(sample_of(given), config, seed=0)
-    page = 3 * 2 * (2 * 16) * PAGE * 4  # layers, keys and values, heads x size, tokens, bytes
-    monkeypatch.setattr(decode, "CACHE_BYTES", 10 * page)
-    check_equal(engine_of().generate(sample_of(given), config, seed=0), want)
-
-
 @torch.no_grad()
 def test_an_interrupted_response_keeps_its_tokens_and_continues_with_new_weights():
     config = GenerationConfig(n=2, max_new_tokens=20, fixed_length=True)
@@ -164,8 +154,3 @@ def test_an_interrupted_response_keeps_its_tokens_and_continues_with_new_weights
     assert versions_SN.tolist() == [[1] * 5 + [2] * 15] * 8
     row = sequences_S.tolist().index(last)
     assert torch.equal(found.tokens[row, :5], before[0])
-
-
-def test_only_cuda_has_a_kernel_for_pages():
-    args = AttentionArgs(0.3, 0.0, None, None, None)
-    assert not kernels.paged_kernel_works(torch.device("cpu"), torch.bfloat16, (4, 2, 64), args)

@@ -157,14 +157,6 @@ def test_a_server_that_does_not_start_ends_the_run_with_its_output(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_command_that_does_not_exist_ends_the_run(tmp_path):
-    spec = Vllm(launch="/no/such/program", restarts=0, weights_dir=str(tmp_path))
-    with pytest.raises(
-        TransientError, match=r"(?s)the server ended 1 times.*No such file or directory: '/no/such/program'"
-    ):
-        spec.open("actor", START, None)
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

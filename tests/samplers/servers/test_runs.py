@@ -83,12 +83,6 @@ def test_servers_sleep_in_each_training_call_of_synchronous_rollout(tmp_path, se
     assert server.sleeps == sleeps
 
 
-def test_log_probs_of_server_and_trainer_agree_until_the_first_update(tmp_path, server):
-    plain = experiment(tmp_path, server)
-    result = run(plain)
-    assert max(result.series("first_logprob_diff_max")) < 1e-5
-
-
 def test_a_run_without_any_server_stops_and_can_be_resumed(tmp_path, server):
     def end_soon():
         while sum(server.tokens_by_label.values()) < SAMPLED.max_new_tokens + 30:  # the response that is compared

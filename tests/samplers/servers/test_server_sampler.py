@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 import math
 import threading
 import time
 from collections import Counter
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -26,8 +24,7 @@ from realign.models import Lora
 from realign.ranks import current
 from realign.runtime.models import open_sampler
 from realign.samplers.servers import pool
-from realign.samplers.servers.delivery import vocabulary_size
-from realign.samplers.servers.protocol import ANY_TOKEN, Ask, Unavailable, checked_part
+from realign.samplers.servers.protocol import Ask, Unavailable, checked_part
 from realign.samplers.servers.server_sampler import ServerSampler
 from realign.samplers.servers.server_settings import Updates
 from realign.samplers.servers.vllm import Vllm
@@ -48,8 +45,6 @@ from tests.samplers.servers.fake_server import (
 from tests.tiny import VOCAB, random_sample, save_tiny
 
 SAMPLE = {"vllm": "/v1/completions", "sglang": "/generate"}
-
-PAUSE = {"vllm": "/pause", "sglang": "/pause_generation"}
 
 HEALTH = {"vllm": "/health", "sglang": "/model_info"}
 
@@ -160,20 +155,6 @@ def test_an_update_midway_continues_responses_with_exact_versions(servers, conne
         cut = versions.index(5)
         expected = torch.cat([expected_logprobs(START, ids[:cut], 2), expected_logprobs(NEW, ids[cut:], ids[cut - 1])])
         torch.testing.assert_close(done.logprobs, expected)
-
-
-def test_an_update_does_not_wait_for_requests_that_reach_a_stopped_server(servers, connect, kind):
-    """A server answers them only when it continues, and it continues only when the update has ended."""
-    (server,) = servers()
-    sampler = connect([server])
-    server.faults[SAMPLE[kind]] = [fake_server.late] * 4
-    handles = [sampler.submit(request(i)) for i in range(4)]
-    until(lambda: not server.faults[SAMPLE[kind]])
-    sampler.update(NEW, 1)
-    for handle in handles:
-        done = handle.result(30)
-        assert set(done.versions.tolist()) == {1}
-        torch.testing.assert_close(done.logprobs, expected_logprobs(NEW, done.ids.tolist(), 2))
 
 
 def test_responses_with_stop_strings_start_again_after_an_update(servers, connect):
@@ -336,18 +317,6 @@ def test_impossible_answers_are_refused_with_their_reason(ids, logprobs, reason,
         checked_part(ids, logprobs, reason, ASK)
 
 
-def test_valid_answers_are_accepted():
-    assert checked_part([3, 0], [-9999, 1e-4], "stop", ASK).logprobs == [-9999.0, 0.0]
-    fixed = replace(ASK, config=replace(ASK.config, fixed_length=True))
-    assert checked_part([0, 9, 0], [0] * 3, "length", fixed).ids == [0, 9, 0]
-
-
-def test_the_vocabulary_is_that_of_the_model_folder(tmp_path):
-    for config, size in (({"vocab_size": 12}, 12), ({"text_config": {"vocab_size": 13}}, 13), ({}, ANY_TOKEN)):
-        (tmp_path / "config.json").write_text(json.dumps(config))
-        assert vocabulary_size(tmp_path) == size
-
-
 def always(kind, status, answer):
     """Return a change of all sampled answers."""
     return lambda path, body, found: (status, answer) if path == SAMPLE[kind] else found
@@ -398,15 +367,6 @@ def test_a_status_that_repeats_is_an_error_of_the_settings(servers, connect, kin
         sampler.submit(request()).result(30)
 
 
-def test_a_request_that_the_server_rejects_is_an_error_and_others_go_on(servers, connect):
-    (server,) = servers()
-    sampler = connect([server])
-    wrong = Request("w", 0, torch.tensor([500]), GenerationConfig(max_new_tokens=4), 3)
-    with pytest.raises(ValueError, match=r"models.actor.sampler: .* at http://127.0.0.1.*vocabulary"):
-        sampler.submit(wrong).result(30)
-    assert len(sampler.submit(request()).result(30).ids) == 40
-
-
 def test_a_server_that_hangs_during_an_update_is_taken_out_of_use(servers, connect, kind):
     pair = servers(2)
     sampler = connect(pair, update_timeout_s=3)
@@ -414,18 +374,6 @@ def test_a_server_that_hangs_during_an_update_is_taken_out_of_use(servers, conne
     sampler.update(NEW, 1)
     done = sampler.generate(prompts(), CONFIG, seed=2)
     assert set(done["versions"].tolist()) == {-1, 1}
-
-
-@pytest.mark.parametrize("at", ["pause", "load"])
-def test_a_failed_update_is_repeated(servers, connect, kind, at):
-    (server,) = servers()
-    sampler = connect([server])
-    path = (PAUSE if at == "pause" else LOAD)[kind]
-    server.faults[path] = [fake_server.status(500), fake_server.disconnect]
-    sampler.update(NEW, 1)
-    assert server.faults[path] == []
-    done = sampler.submit(request()).result(30)
-    torch.testing.assert_close(done.logprobs, expected_logprobs(NEW, done.ids.tolist(), 2))
 
 
 def test_without_any_server_the_run_ends_with_a_transient_error(servers, connect):
@@ -536,17 +484,6 @@ def test_a_server_that_lost_its_adapter_gets_base_model_and_adapter_again(server
     assert len(paths(server, LOAD[kind])) == 3
 
 
-@pytest.mark.parametrize("fault", ["disconnect", "500"])
-def test_an_adapter_that_was_not_loaded_is_sent_again(servers, connect_adapter, kind, fault):
-    (server,) = servers()
-    sampler = connect_adapter([server])
-    path = {"vllm": "/v1/load_lora_adapter", "sglang": "/load_lora_adapter"}[kind]
-    server.faults[path] = [fake_server.disconnect if fault == "disconnect" else fake_server.status(500)]
-    sampler.update(adapted(22), 1)
-    done = sampler.submit(request()).result(30)
-    torch.testing.assert_close(done.logprobs, expected_logprobs(adapted(22), done.ids.tolist(), 2))
-
-
 def test_adapters_need_an_engine_that_has_them(servers, kind):
     (server,) = servers()
     with pytest.raises(ConfigError, match=r"models.actor.sampler.lora=adapter: the engine has no LoRA adapters"):
@@ -600,41 +537,6 @@ def test_a_server_allocates_its_cache_after_it_has_loaded_the_weights(servers, k
     tags = [e.body["tags"] if kind == "sglang" else [e.query["tags"]] for e in wakes]
     assert tags == [["weights"], ["kv_cache", "cuda_graph"] if kind == "sglang" else ["kv_cache"]]
     assert not server.asleep
-
-
-def test_weights_that_a_server_keeps_asleep_are_not_sent_again(servers, kind, opened):
-    (server,) = servers()
-    sampler = KINDS[kind](urls=[server.url], sleep_level=1).open("actor", START, None)
-    opened.append(sampler)
-    sampler.sleep()
-    sampler.wake()
-    assert len(paths(server, LOAD[kind])) == {"vllm": 1, "sglang": 2}[kind]
-    assert len(sampler.submit(request()).result(30).ids) == 40
-
-
-def test_a_server_that_restarts_while_it_sleeps_is_given_the_weights(servers, kind, opened):
-    (server,) = servers()
-    sampler = KINDS[kind](urls=[server.url], sleep_level=2).open("actor", START, None)
-    opened.append(sampler)
-    sampler.sleep()
-    server.restart()
-    sampler.wake()
-    done = sampler.submit(request()).result(30)
-    torch.testing.assert_close(done.logprobs, expected_logprobs(START, done.ids.tolist(), 2))
-
-
-def test_a_sampler_that_sleeps_and_is_paused_continues_after_both_have_ended(servers, kind, opened):
-    (server,) = servers()
-    sampler = KINDS[kind](urls=[server.url], sleep_level=2).open("actor", Scoring(START.logits_VV), None)
-    opened.append(sampler)
-    sampler.pause()
-    sampler.sleep()
-    handle = sampler.submit(request())
-    sampler.wake()
-    assert server.paused
-    assert not handle.done
-    sampler.resume()
-    assert len(handle.result(30).ids) == 40
 
 
 @pytest.fixture
@@ -744,22 +646,6 @@ def test_a_folder_of_another_machine_gets_deltas_and_all_weights_only_for_a_serv
     assert not list(tmp_path.iterdir())
 
 
-def test_a_server_without_the_receiver_gets_all_weights(connect_deltas):
-    server, sampler = connect_deltas(receives=False)
-    for number in (1, 2):
-        sampler.update(few_changes(number), number)
-    assert loads(server) == ["reload_weights"] * 3
-    assert torch.equal(server.logits_VV, few_changes(2).logits_VV.bfloat16())
-
-
-def test_a_server_that_does_not_say_its_dtype_gets_all_weights_in_that_of_the_trainer(servers, connect, kind):
-    (server,) = servers()
-    server.faults["/server_info"] = [fake_server.status(500)]
-    sampler = connect([server])
-    sampler.update(few_changes(1), 1)
-    assert torch.equal(server.logits_VV, few_changes(1).logits_VV)
-
-
 @pytest.mark.parametrize("settings", [{"kind": "sglang"}, {"lora": "adapter"}])
 def test_deltas_that_no_server_would_take_are_an_error(settings):
     spec = KINDS[settings.pop("kind", "vllm")](urls=["http://127.0.0.1:1"], updates="delta", **settings)
@@ -778,12 +664,6 @@ def test_a_server_of_the_run_starts_with_the_receiver(monkeypatch):
     assert "PYTHONPATH" not in Vllm().server_variables(0)
     assert Vllm(arguments="--dtype=half").launch_dtype() == "half"
     assert Vllm().launch_dtype() is None
-
-
-def test_no_server_at_the_url_is_a_transient_error(kind):
-    spec = KINDS[kind](urls=["http://127.0.0.1:9"], start_timeout_s=0.5)
-    with pytest.raises(TransientError, match=r"no server worked for 0.5 seconds \(http://127.0.0.1:9: "):
-        spec.open("actor", START, None)
 
 
 @pytest.mark.parametrize(
@@ -807,34 +687,6 @@ def test_greedy_requests_with_a_temperature_are_rejected(servers, connect):
     (server,) = servers()
     with pytest.raises(ValueError, match=r"log-probs at temperature 1. Set temperature=1"):
         connect([server]).submit(request(greedy=True, temperature=0.5))
-
-
-def test_weight_folders_are_removed(servers, connect, tmp_path):
-    (server,) = servers()
-    sampler = connect([server], weights_dir=str(tmp_path / "weights"))
-    for version in (1, 2, 3):
-        sampler.update(NEW, version)
-    (root,) = (tmp_path / "weights").iterdir()
-    assert [folder.name for folder in root.glob("update_*")] == ["update_3"]
-    sampler.close()
-    assert not root.exists()
-
-
-def test_a_sampler_can_be_closed_while_a_server_answers_a_health_check(servers, connect, monkeypatch):
-    monkeypatch.setattr(pool, "_HEALTH_S", 0.001)
-    sampler = connect(servers())
-    answer, cancelled = type(sampler._pool._protocol).check_health, Future()
-
-    async def cancel_while_it_answers(self, http):
-        await answer(self, http)
-        if not cancelled.done():
-            (watching,) = (t for t in asyncio.all_tasks() if t.get_coro().__qualname__ == "ServerPool._keep")
-            watching.cancel()
-            cancelled.set_result(watching)
-
-    monkeypatch.setattr(type(sampler._pool._protocol), "check_health", cancel_while_it_answers)
-    watching = cancelled.result(5)
-    until(watching.done)
 
 
 def test_threads_end_when_a_sampler_is_closed(servers, connect):

@@ -45,14 +45,6 @@ def test_an_untied_model_computes_the_same(tmp_path, save):
     torch.testing.assert_close(found(ids).logits, model(ids).logits)
 
 
-def test_an_untied_model_stays(tmp_path):
-    tied_model(tmp_path)
-    untie(tmp_path)
-    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
-    untie(tmp_path)
-    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
-
-
 def test_unknown_embeddings_are_an_error(tmp_path):
     tied_model(tmp_path)
     file = tmp_path / "model.safetensors"
@@ -89,15 +81,6 @@ def test_a_folder_that_cannot_be_written_is_an_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"weights_dir=.*file.*: cannot be written"):
         WeightFolders(str(tmp_path / "file"))
-
-
-def test_the_latest_weights_are_kept(tmp_path):
-    folders = WeightFolders(str(tmp_path))
-    written = [folders.write(random_table(i), i).folder for i in range(3)]
-    folders.keep_only(written[-1])
-    assert [folder.exists() for folder in written] == [False, False, True]
-    folders.remove()
-    assert not any(tmp_path.iterdir())
 
 
 HOLD = "import time; from realign.samplers.servers.weights import WeightFolders as W;"

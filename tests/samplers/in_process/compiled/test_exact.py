@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from unittest.mock import patch
 
 import pytest
 import torch
 
-from realign.api import GenerationConfig, MicroBatchSpec, SequenceSample, stat_values
+from realign.api import GenerationConfig, MicroBatchSpec, SequenceSample
 from realign.engines import OptimizerSpec, TransformersModel
 from realign.errors import ConfigError, SettingsError
 from realign.functional import nll_loss
@@ -16,9 +15,6 @@ from realign.interfaces.grpo import GRPOActorInterface
 from realign.models import Causal, ValueHead
 from realign.models.network.passes import SharedPrompts
 from realign.runtime import run
-from realign.samplers.in_process.background import StreamingEngine
-from realign.samplers.in_process.compiled import exact
-from realign.samplers.in_process.compiled.exact import ExactHead
 from realign.samplers.in_process.compiled.library import CompiledDecode
 from realign.samplers.in_process.settings import InProcessSampling
 from tests.tiny import save_tiny, tiny_engine
@@ -101,51 +97,6 @@ def test_other_settings_of_sampling_keep_the_bits(config):
     policy = engine()
     out = policy.generate(prompts(), config, seed=0)
     assert torch.equal(scored(policy, out, MicroBatchSpec(60), config.temperature), out["logprobs"])
-
-
-def test_entropies_are_those_of_torch():
-    def entropies(x, data):
-        def hook(output, mb):
-            return mb.with_tokens(h=output.logprobs_and_entropy(where_T=mb["loss_mask"])[1])
-
-        return x.forward(data, MicroBatchSpec(60), hook)["h"]
-
-    out = engine().generate(prompts(), CONFIG, seed=0)
-    torch.testing.assert_close(entropies(engine(), out), entropies(engine(sampling=InProcessSampling()), out))
-
-
-def test_trained_weights_are_read_again():
-    policy = engine()
-    for seed in range(3):
-        out = policy.generate(prompts(), CONFIG, seed=seed)
-        assert torch.equal(scored(policy, out, MicroBatchSpec(60)), out["logprobs"])
-        policy.train_batch(out, MicroBatchSpec(60), loss, lambda data: torch.tensor(30.0))
-        assert not torch.equal(scored(policy, out, MicroBatchSpec(60)), out["logprobs"])
-
-
-def test_the_head_is_copied_once_for_all_micro_batches_of_a_step():
-    policy, copies = engine(), []
-
-    class Counted(ExactHead):
-        def __init__(self, weight_VH):
-            copies.append(len(weight_VH))
-            super().__init__(weight_VH)
-
-    out = policy.generate(prompts(), CONFIG, seed=0)
-    with patch.object(exact, "ExactHead", Counted):
-        metrics = stat_values(policy.train_batch(out, MicroBatchSpec(25), loss, lambda part: part["loss_mask"].sum()))
-    assert metrics["n_microbatches"] > 3
-    assert len(copies) == 1
-
-
-def test_asynchronous_rollouts_have_the_same_bits():
-    sampler, trainer = StreamingEngine("actor", engine()), engine(model={"seed": 7})
-    try:
-        sampler.update(trainer, 1)
-        out = sampler.generate(prompts(), CONFIG, seed=0)
-    finally:
-        sampler.close()
-    assert torch.equal(scored(trainer, out, MicroBatchSpec(60)), out["logprobs"])
 
 
 def test_the_first_ratio_of_a_run_is_exactly_1(tmp_path):

@@ -4,23 +4,19 @@ import logging
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from realign.api import GenerationConfig, MicroBatchSpec
-from realign.engines import TransformersModel
 from realign.engines.training.optimizer import OptimizerSpec
 from realign.functional.packed import cu_seqlens_of, position_ids
 from realign.models import Lora
-from realign.models.network import kv_cache
 from realign.models.network.attention import PackedContext
 from realign.models.network.decoder import ModuleTrunk
 from realign.samplers.in_process.compiled import fusion
-from realign.samplers.in_process.compiled.fused_layers import FusedTrunk, RMSNorm, for_few_rows
 from realign.samplers.in_process.compiled.fusion import Fusion
 from realign.samplers.in_process.compiled.library import CompiledDecode
 from tests.samplers.in_process.compiled.native import KNOWN, rollout
-from tests.samplers.in_process.rollouts import prompts, responses, same, sample_of
-from tests.tiny import FAMILIES, OTHERS, VOCAB, random_sample, save_tiny, tiny_engine, tiny_model
+from tests.samplers.in_process.rollouts import prompts, responses, sample_of
+from tests.tiny import FAMILIES, OTHERS, VOCAB, random_sample, tiny_engine, tiny_model
 
 
 @pytest.mark.parametrize("case", KNOWN)
@@ -91,15 +87,6 @@ def test_unknown_parts_run_the_modules():
     assert "Linear in float16" in obstacles["dtypes"]
 
 
-def test_large_models_run_their_modules(monkeypatch):
-    model = tiny_model("llama")
-    fused = Fusion(model, CompiledDecode.off)
-    assert isinstance(fused.trunk(40, torch.float32), FusedTrunk)
-    monkeypatch.setattr(fusion, "CPU_BYTES", 1000)
-    assert isinstance(fused.trunk(40, torch.float32), ModuleTrunk)
-    assert "more than the limit of 1000" in fused.obstacle
-
-
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_an_optimizer_step_is_seen_by_the_next_rollout(checkpointing):
     def run(fused_rollout):
@@ -153,56 +140,3 @@ def test_a_rollout_in_low_precision():
     )
     mask = out["loss_mask"]
     assert (scored["again"][mask] - out["logprobs"][mask]).abs().mean() < 0.02
-
-
-def test_the_flag_of_the_model(tmp_path):
-    folder = save_tiny(tmp_path / "model")
-    for flag in (True, False):
-        engine = TransformersModel(str(folder), device="cpu", fused_rollout=flag).load("actor", seed=0).engine
-        assert (engine.fusion is not None) == flag
-
-
-def test_fewer_operators():
-    class Counting(TorchDispatchMode):
-        count = 0
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            self.count += not func.is_view
-            return func(*args, **kwargs or {})
-
-    model = tiny_model("qwen2")
-    fused = Fusion(model, CompiledDecode.off)
-    rollout(model, fused)
-    counts = []
-    for which in (fused, None):
-        with Counting() as counting:
-            rollout(model, which, max_new_tokens=20, max_slots=None, stop_token_ids=[])
-        counts.append(counting.count)
-    assert counts[0] < 0.75 * counts[1]
-
-
-def test_cache_memory_is_read_only_where_it_was_written(monkeypatch):
-    def empty(cache, like):
-        return like.new_full((cache.slots, like.shape[0], cache.length, like.shape[2]), torch.nan)
-
-    monkeypatch.setattr(kv_cache.KVCache, "_empty", empty)
-    model = tiny_model("qwen2")
-    assert same(rollout(model, None, max_new_tokens=70), rollout(model, None, max_new_tokens=70))
-    assert responses(rollout(model, Fusion(model, CompiledDecode.off), max_new_tokens=70, max_slots=None))
-
-
-def test_norm_by_hand():
-    norm = RMSNorm.of(torch.tensor([1.0, 2.0]), eps=0.5)
-    x = torch.tensor([[1.0, 3.0], [0.0, 0.0]])
-    want = torch.tensor([[1 / 5.5**0.5, 6 / 5.5**0.5], [0.0, 0.0]])
-    assert torch.allclose(norm(x), want)
-    assert x[0, 1] == 3
-    assert torch.allclose(norm.of_heads(x), want)
-    assert torch.allclose(x, want)
-
-
-def test_weights_are_laid_out_for_few_rows():
-    weight = torch.randn(48, 8)
-    assert torch.equal(for_few_rows(weight), weight)
-    assert for_few_rows(weight).stride() == (1, 48)
-    assert for_few_rows(weight.bfloat16()).stride() == (8, 1)

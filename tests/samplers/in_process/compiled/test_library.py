@@ -42,23 +42,10 @@ def test_an_absent_compiler_is_the_reason(monkeypatch, tmp_path):
         open_library(tmp_path)
 
 
-def test_a_broken_compiler_is_the_reason_and_leaves_no_file(broken, tmp_path):
-    folder = tmp_path / "cache"
-    with pytest.raises(LibraryError, match=r"failed with exit code 3 .*error: no such thing"):
-        open_library(folder)
-    assert list(folder.iterdir()) == []
-
-
 def test_a_compiler_that_hangs_is_the_reason(tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", script(tmp_path / "slow-c++", "exec sleep 60"))
     monkeypatch.setattr(library, "TIMEOUT_S", 0.1)
     with pytest.raises(LibraryError, match=r"did not finish within 0.1 s"):
-        open_library(tmp_path / "cache")
-
-
-def test_a_compiler_that_writes_no_library_is_the_reason(tmp_path, monkeypatch):
-    monkeypatch.setenv("CXX", script(tmp_path / "lazy-c++", "exit 0"))
-    with pytest.raises(LibraryError, match="the built library cannot be loaded"):
         open_library(tmp_path / "cache")
 
 
@@ -84,19 +71,6 @@ def test_a_damaged_file_is_built_again(tmp_path):
     path.write_bytes(b"not a library")
     assert open_library(tmp_path).realign_decode
     assert path.stat().st_size > 1000
-
-
-def test_another_source_or_compiler_has_another_file(monkeypatch, tmp_path):
-    names = [library._key(None)]
-    monkeypatch.setattr(library, "_cpu", lambda: "another CPU")
-    names.append(library._key(None))
-    monkeypatch.setattr(library, "SOURCE", tmp_path / "other.cpp")
-    (tmp_path / "other.cpp").write_text("int x;")
-    names.append(library._key(None))
-    monkeypatch.setattr(library.torch, "__version__", "0.0")
-    names.append(library._key(None))
-    names.append(library._key(str(tmp_path / "other.cpp")))
-    assert len(set(names)) == len(names)
 
 
 @requires_compiler
