@@ -211,7 +211,7 @@ def test_trap_g7_an_algorithm_means_the_same_wherever_it_stands_and_yields_to_ov
 
 
 @pytest.mark.parametrize("name", EACH)
-def test_an_algorithm_normalises_the_same_over_experiments_that_normalise_otherwise(name):
+def test_an_algorithm_normalizes_the_same_over_experiments_that_normalize_otherwise(name):
     """openrlhf_ppo whitens tokens, and llama2_chat whitens scores. The preset must replace both the level and the
     flags."""
     given = ["models.actor.path=m", "models.reward.path=r", "data.path=p.jsonl", *NEEDS.get(name, [])]

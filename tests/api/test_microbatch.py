@@ -186,18 +186,6 @@ def test_trap_a14_empty_sequences_stand_in_the_plan(limit: int | None) -> None:
     assert plan_microbatches(Lengths.of([]), MicroBatchSpec(limit, n_microbatches=2)) == []
 
 
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
-        ({"max_tokens_per_microbatch": 0}, "max_tokens_per_microbatch=0: must be at least 1, or null"),
-        ({"n_microbatches": 0}, "n_microbatches=0: must be at least 1"),
-    ],
-)
-def test_a_spec_is_checked(spec: dict[str, int], message: str) -> None:
-    with pytest.raises(SettingsError, match=message):
-        MicroBatchSpec(**spec)
-
-
 def batch() -> SequenceSample:
     return SequenceSample.from_sequences(
         ["a", "b", "c"], {"input_ids": [[[1, 2], [3]], [[4, 5, 6]], [[7], [8, 9]]], "prompt_ids": [[[0]]] * 3}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,20 +16,11 @@ from realign.api.interface import METHODS, implements
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"n": 0}, "n=0: must be at least 1"),
-        ({"max_new_tokens": 0}, "max_new_tokens=0: must be at least 1"),
-        ({"min_new_tokens": -1}, "min_new_tokens=-1: must be at least 0"),
         ({"max_new_tokens": 3, "min_new_tokens": 4}, "min_new_tokens=4: must be at most max_new_tokens=3"),
         (
             {"temperature": 0.0},
             r"temperature=0(\.0)?: must be at least 0.01 and finite",
         ),
-        ({"temperature": math.nan}, "temperature=nan: must be at least 0.01"),
-        ({"temperature": math.inf}, "temperature=inf: must be at least 0.01 and finite"),
-        ({"top_k": -1}, r"top_k=-1: must be at least 0"),
-        ({"top_p": 0.0}, r"top_p=0.0: must be above 0 and at most 1"),
-        ({"top_p": 1.1}, r"top_p=1.1: must be above 0 and at most 1"),
-        ({"top_p": math.nan}, "top_p=nan: must be above 0"),
         ({"stop_token_ids": [2, -1]}, r"stop_token_ids=\[2, -1\]: token ids must be at least 0"),
         ({"stop_strings": ["x", ""]}, "stop_strings: contains an empty string"),
     ],

@@ -130,8 +130,6 @@ def test_the_prompt_of_training_is_that_of_generation(write):
     assert sample["loss_mask"][len(prompt)]
 
 
-# --- layouts ---
-
 SHAREGPT = [
     {"from": "system", "value": "be brief"},
     {"from": "human", "value": "hello"},
@@ -222,9 +220,6 @@ def test_a_string_that_prints_messages_is_an_error(load, written):
 def test_json_that_is_no_message_stays_text(load):
     text = '[{"role": "admin"}]'
     assert runs(load([{"prompt": text, "response": "{role}"}], None)) == [[(text, False), ("{role}<|im_end|>", True)]]
-
-
-# --- tools ---
 
 
 def test_tools_tool_calls_and_results_are_rendered(load):
@@ -338,8 +333,6 @@ def test_content_parts_are_rendered_by_templates_that_know_them(load):
     assert found == runs(load([{"messages": [user("ab"), assistant("ab")]}], template))
 
 
-# --- reasoning, and templates that rewrite earlier turns ---
-
 THOUGHT = [
     user("1+1="),
     assistant("2", reasoning_content="one and one"),
@@ -379,9 +372,6 @@ def test_a_prompt_may_begin_the_reasoning_and_a_template_may_move_its_whitespace
         load([{"messages": [user("a"), assistant("<think>\nb\n</think>\n\nc")]}], drops)
 
 
-# --- {% generation %} blocks ---
-
-
 def test_blocks_and_prefixes_give_the_same_masks(load):
     rows = [{"messages": TWO_TURNS}]
     expected = runs(load(rows, PLAIN_CHATML))
@@ -411,9 +401,6 @@ def test_blocks_that_mark_something_else_are_an_error(load):
         load(rows, extra)
 
 
-# --- ends, limits, settings ---
-
-
 def test_an_end_of_turn_that_is_not_eos_is_warned_of_once(load):
     with pytest.warns(UserWarning, match=r"ends an assistant turn with '<\|im_end\|>', but the EOS token") as warned:
         dataset = load([{"messages": TWO_TURNS}] * 2, eos="<|endoftext|>")
@@ -435,9 +422,6 @@ def test_only_the_text_before_the_first_answer_is_truncated(load):
     assert trained(cut) == trained(whole)
     with pytest.raises(DataError, match=r"no row is left of .*longer than max_tokens=5"):
         load(rows, max_tokens=5, too_long=TooLong.truncate_left)
-
-
-# --- prompts of RL ---
 
 
 def prompts(write, rows, template=CHATML, **fields):
@@ -514,8 +498,6 @@ def test_a_template_that_trims_the_start_of_an_answer_shows_it_trimmed_in_traini
         (context, " 3<|eot_id|>"),
     ]
 
-
-# --- properties ---
 
 TEXT = st.text(st.characters(codec="utf-8", exclude_characters="<>|\r"), min_size=1, max_size=12).filter(
     lambda text: text.strip() == text

@@ -239,8 +239,6 @@ def test_responses_without_a_common_prompt_are_an_error(load, row, message):
         load([row])
 
 
-# --- HH-RLHF ---
-
 HH = {
     "chosen": "\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant: d",
     "rejected": "\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant: e",
@@ -260,8 +258,6 @@ def test_later_human_turns_of_a_dialogue_are_not_trained(load):
     assert first == [prompt, (" b", True), ("\n\nHuman: c\n\nAssistant:", False), (" d<|im_end|>", True)]
     assert second == [prompt, (" x", True), ("\n\nHuman: y\n\nAssistant:", False), (" z<|im_end|>", True)]
 
-
-# --- ratings ---
 
 RATED = {"prompt": "1+1=", "responses": ["2", "3", "4", "5"], "scores": [7, 9.5, 1, 7]}
 
@@ -313,9 +309,6 @@ def test_equal_ratings_are_dropped_and_bad_ones_are_an_error(load):
         PreferenceData("rows.jsonl", prompt_column="prompt", chosen_column="prompt.chosen")
 
 
-# --- tools, reasoning ---
-
-
 def test_tools_and_tool_turns_of_responses_are_rendered(load):
     schema = {"type": "function", "function": {"name": "add", "parameters": {}}}
     call = {"role": "assistant", "tool_calls": [{"name": "add", "arguments": {"a": 1}}]}
@@ -332,9 +325,6 @@ def test_reasoning_of_the_prompt_is_shown_as_in_generation(load):
     assert first[-1] == ("<think>\nso\n</think>\n\nd<|im_end|>", True)
     assert "why" not in first[0][0]
     assert second[0] == first[0]
-
-
-# --- unpaired ---
 
 
 @pytest.mark.parametrize("response", ["completion", "response"])

@@ -143,7 +143,6 @@ def test_a_prompt_of_text_goes_through_the_chat_template_if_asked(path, template
     [
         ({"template": "caht"}, r"template='caht': unknown choice \(valid: auto, plain, chat\)"),
         ({"too_long": "cut"}, "too_long='cut': unknown choice"),
-        ({"limit": 0}, "limit=0: must be at least 1, or null"),
         ({"template": "plain", "system": "x"}, "system=x: has no effect with template=plain"),
         ({"template": "plain", "template_options": {"a": 1}}, "template_options=.*: has no effect with template=plain"),
         ({"prompt_column": "a", "messages_column": "b"}, "prompt_column='a': conflicts with messages_column='b'"),

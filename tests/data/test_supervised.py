@@ -157,8 +157,6 @@ def test_cutting_loses_and_adds_nothing(texts, size):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"block_tokens": 1}, "block_tokens=1: must be at least 2"),
-        ({"limit": 0}, "limit=0: must be at least 1"),
         ({"blocks": "together"}, r"blocks='together': unknown choice \(valid: joined, apart\)"),
     ],
 )

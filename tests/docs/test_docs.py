@@ -231,6 +231,3 @@ def test_the_drawn_example_is_the_one_of_the_page():
     drawing = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(drawing)
     assert drawing.PICTURE.read_text(encoding="utf-8") == drawing.draw(drawing.read_sample())
-
-
-# --- tests of the checks ---

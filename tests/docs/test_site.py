@@ -36,7 +36,7 @@ def test_links_that_leave_the_folder_go_to_the_repository(link, expected):
     assert site.rewritten(link, "page.md", REPOSITORY) == expected
 
 
-def test_vendored_files_have_their_hashes_and_licence():
+def test_vendored_files_have_their_hashes_and_license():
     folder = DOCS / "assets" / "katex"
     lines = [line.split() for line in (folder / "SHA256SUMS").read_text(encoding="utf-8").splitlines()]
     assert {name for _, name in lines} == {

@@ -64,9 +64,6 @@ def wait_until(condition, seconds: float = 60.0) -> None:
         time.sleep(0.01)
 
 
-# --- the API ---
-
-
 def test_health_needs_no_key_and_models_lists_the_model(endpoint, client):
     assert httpx2.get(f"{endpoint.url}/health").json() == {"status": "ok"}
     assert [model.id for model in client.models.list()] == ["tiny"]
@@ -117,9 +114,6 @@ def test_stop_strings_end_a_response_and_are_not_part_of_its_text():
         assert out.finish_reason == "stop"
         parts = client.chat.completions.create(**ask, stop=[stop], stream=True)
         assert "".join(part.choices[0].delta.content or "" for part in parts) == out.message.content
-
-
-# --- invalid requests ---
 
 
 @pytest.mark.parametrize(
@@ -283,9 +277,6 @@ def test_the_prompt_of_a_client_that_left_is_not_submitted():
             assert client.chat.completions.create(model="tiny", messages=HELLO).choices
 
 
-# --- keys and sessions ---
-
-
 @pytest.mark.parametrize("key", ["the-ke", "the-key2", "\u00e9", None])
 def test_a_wrong_key_is_rejected(endpoint, key):
     session = opened(endpoint)
@@ -343,9 +334,6 @@ def test_a_session_captures_streams_choices_and_tool_turns(endpoint):
     calls = session.capture.calls()
     assert [call.parent for call in calls] == [None, calls[0], calls[0]]
     assert [sequence.calls for sequence in session.capture.sequences()] == [2, 1]
-
-
-# --- limits ---
 
 
 def test_a_body_that_is_too_large_is_rejected_and_the_endpoint_continues():
@@ -528,9 +516,6 @@ def test_a_sampler_that_fails_is_a_server_error_and_the_error_is_kept():
         with client_of(endpoint, session) as client, pytest.raises(openai.InternalServerError):
             client.chat.completions.create(model="tiny", messages=HELLO)
         assert "the table is closed" in str(session.error)
-
-
-# --- load ---
 
 
 def test_200_concurrent_sessions_lose_and_duplicate_no_token_and_their_log_probs_equal_rescored_ones():

@@ -38,9 +38,6 @@ def rescored(engine, out: SequenceSample) -> torch.Tensor:
     return engine.forward(out.select({"input_ids", "sampling_mask"} & out.keys), MicroBatchSpec(), hook)["again"]
 
 
-# --- capture in a run ---
-
-
 def test_an_agent_over_http_samples_the_tokens_of_the_same_environment_in_process():
     rows = [{"prompt": "ab", "script": ["7", "no", "x"]}, {"prompt": "ab", "script": ["+", "?"]}]
     engine, sampler = tiny_engine(), GenerationConfig(n=3, max_new_tokens=6)
@@ -130,8 +127,6 @@ def test_a_call_that_is_unfinished_when_the_agent_ends_is_not_captured():
     assert difference_T.abs().max() < 1e-4
 
 
-# --- roles ---
-
 ROLES = ["first", "second"]
 
 
@@ -177,9 +172,6 @@ def test_rewards_of_roles_without_roles_are_a_failure(caplog):
     with caplog.at_level(logging.WARNING):
         play(settings("two_roles", max_failed_fraction=1.0), batch([row]))
     assert "expected one reward" in caplog.text
-
-
-# --- failures ---
 
 
 @pytest.mark.parametrize(
@@ -246,8 +238,6 @@ def test_an_error_of_the_sampler_is_the_error_of_the_run():
         play(settings("plain", max_failed_fraction=1.0), batch([{"prompt": "ab"}]), external_sampler=sampler)
 
 
-# --- commands ---
-
 CLIENT = """
 import json, os, sys
 from openai import OpenAI
@@ -298,9 +288,6 @@ def test_a_command_gets_no_secrets_except_those_it_should_keep(monkeypatch, capl
         assert f"exit code 1: {seen}" in caplog.text
 
 
-# --- settings ---
-
-
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
@@ -334,9 +321,6 @@ def test_a_missing_package_is_an_error_that_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     with pytest.raises(RealignError, match=r"realign-rl\[serve\]"):
         settings().open()
-
-
-# --- runs ---
 
 
 @pytest.mark.parametrize("rollout", [Sync(), Async(max_staleness=1)])

@@ -194,8 +194,6 @@ def test_an_interface_declares_no_keys_for_methods_that_it_does_not_implement(in
     assert {method for method, keys in found.items() if keys == Keys()} == set(METHODS) - own
 
 
-# --- every declared key matters ---
-
 OWN = f"{__name__}:"
 CUT = ResponseCut(token_ids=[7])
 REPLAY = replace(SAMPLER, router_replay=True)

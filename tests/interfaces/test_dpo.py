@@ -151,14 +151,8 @@ def test_trap_g9_shuffled_labels_teach_nothing():
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ({"beta": 0.0}, "beta=0.0: must be above 0 and finite"),
-        ({"n_minibatches": 0}, "n_minibatches=0: must be at least 1"),
-        ({"temperature": 0.0}, "temperature=0.0: must be at least 0.01"),
-        ({"label_smoothing": 0.5}, r"label_smoothing=0.5: must be at least 0 and below 0.5"),
-        ({"sft_coef": -1.0}, "sft_coef=-1.0: must be at least 0"),
         ({"label_smoothing": 0.1, "kind": DPOLoss.ipo}, "label_smoothing=0.1: has no effect with kind=ipo"),
         ({"target_margin": 0.1, "kind": DPOLoss.ipo}, "target_margin=0.1: has no effect with kind=ipo"),
-        ({"target_margin": -1.0}, "target_margin=-1.0: must be at least 0"),
         ({"kind": DPOLoss.robust}, "label_smoothing=0: kind=robust corrects for wrong labels"),
         ({"kind": DPOLoss.odds_ratio}, "reference_free=false: the odds of kind=odds_ratio are those of the policy"),
     ],

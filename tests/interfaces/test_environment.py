@@ -103,9 +103,6 @@ def lists(out: SequenceSample, key: str) -> list[list]:
     return [x.tolist() for x in out.sequences(key)]
 
 
-# --- one conversation, token by token ---
-
-
 def test_trap_a11_a_conversation_is_one_sequence_whose_sampled_tokens_alone_train():
     row = {"script": [("7\n", 0.25, False, False, {}), ("no", 0.5, False, False, {}), WON], "opening": "c"}
     engine = Scripted({"q/0/turn0": "x.", "q/0/turn1": "yz", "q/0/turn2": "w."})
@@ -199,8 +196,6 @@ def test_trap_a12_sampled_tokens_are_never_encoded_again():
     assert engine.contexts[1]["q/0/turn1"] == ids("ab") + ids("hello.") + [97]
 
 
-# --- the chat template ---
-
 TEMPLATE = (
     "{% for m in messages %}"
     "{% if m.role == 'tool' %}"
@@ -249,9 +244,6 @@ def test_what_a_template_cannot_write_is_said():
         hold(settings(chat=True), Scripted({}), batch({"q": {"script": [], "opening": "c"}}), chat_tokenizer())
 
 
-# --- how episodes end ---
-
-
 def test_episodes_end_by_the_environment_by_turns_and_by_tokens():
     never = [("7", 0.0, False, False, {})] * 9
     rows = {
@@ -283,9 +275,6 @@ def test_an_opening_that_leaves_no_room_ends_the_episode_before_it_begins():
         out = hold(settings(max_episode_tokens=12), Scripted({}), batch({"q": row}))
     assert (lists(out, "input_ids"), out["truncated"].tolist()) == ([ids("ab")], [True])
     assert (out["rewards"].tolist(), out["rewards"].dtype) == ([0.0], torch.float32)
-
-
-# --- rewards ---
 
 
 def test_dense_rewards_stand_at_the_last_sampled_token_of_each_turn():
@@ -324,9 +313,6 @@ def test_an_algorithm_learns_nothing_from_what_was_observed():
         trained.append(engine.logits_VV.clone())
     assert torch.equal(*trained)
     assert not torch.equal(trained[0], BigramEngine(vocabulary=97, seed=1).logits_VV)
-
-
-# --- failures ---
 
 
 def test_an_environment_that_fails_costs_its_own_episode_the_reward(caplog):
@@ -465,9 +451,6 @@ def test_it_can_be_called_where_an_event_loop_runs():
     assert asyncio.run(notebook())["rewards"].tolist() == [1.0]
 
 
-# --- seeds ---
-
-
 def seeds(interface: EnvironmentInterface, order: list[str], **model) -> dict[tuple[str, int], int]:
     n = interface.generation.n
     lines = {f"{q}/{j}/turn0": "x." for q in order for j in range(n)}
@@ -513,9 +496,6 @@ def test_of_several_processes_one_asks_and_all_hear_the_same():
     assert all(torch.equal(first[key], second[key]) for key in first.keys)
 
 
-# --- the graph ---
-
-
 def test_an_environment_replaces_sampling_and_reward_of_any_graph():
     best_of = with_environment(raft.dataflow())
     assert {"logprobs", "versions", "turns"} <= set(best_of.results)
@@ -530,17 +510,10 @@ def test_an_environment_replaces_sampling_and_reward_of_any_graph():
         with_environment(two)
 
 
-# --- settings ---
-
-
 @pytest.mark.parametrize(
     ("changes", "found"),
     [
-        ({"max_turns": 0}, "max_turns=0: must be at least 1"),
         ({"max_episode_tokens": 7}, "max_episode_tokens=7: must be at least generation.max_new_tokens=8"),
-        ({"timeout_s": 0.0}, "timeout_s=0.0: must be above 0"),
-        ({"concurrency": 0}, "concurrency=0: must be at least 1"),
-        ({"max_failed_fraction": 1.5}, "max_failed_fraction=1.5: must be at least 0 and at most 1"),
         ({"role": "user"}, "role=user: has no effect with chat=false"),
     ],
 )
@@ -553,9 +526,6 @@ def test_the_plan_tells_samplers_under_which_ratios_would_be_wrong():
     greedy = settings(generation=GenerationConfig(greedy=True, max_new_tokens=8))
     assert not greedy.plan().exact_sampling
     assert settings().plan().exact_sampling
-
-
-# --- reward functions on finished episodes ---
 
 
 @pytest.fixture

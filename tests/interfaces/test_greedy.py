@@ -67,8 +67,6 @@ def test_the_answer_follows_the_weights_of_the_moment_and_no_seed():
     assert answers(engine, sampler)["input_ids"].tolist() == [1, 4, 10, 10, 10, 2, 10, 10, 10, 7, 7, 7, 10, 10, 10]
 
 
-# --- ReMax: the whole graph ---
-
 SAMPLER = GenerationConfig(n=2, max_new_tokens=5)
 
 

@@ -73,8 +73,6 @@ def responses(data: SequenceSample) -> list[Response]:
     return [r for r in made if len(r) and np.isfinite(r.reward)]
 
 
-# --- advantage estimation: for each response the advantages of its tokens ---
-
 Credit = list[np.ndarray]
 
 
@@ -99,7 +97,7 @@ def over_deviation(r: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 
 
 less_mean = compared(lambda r, lengths: r - r.mean())
-standardised = compared(over_deviation)
+standardized = compared(over_deviation)
 
 
 def less_the_others(batch):
@@ -124,7 +122,7 @@ def less_mean_rescaled(batch):
 
 def with_penalty_on_length(batch):
     past = [max(0, len(r) - (LIMIT - BUFFER)) for r in batch]
-    return standardised(batch, [r.reward - p / BUFFER for r, p in zip(batch, past, strict=True)])
+    return standardized(batch, [r.reward - p / BUFFER for r, p in zip(batch, past, strict=True)])
 
 
 def whitened(credit: Credit) -> Credit:
@@ -136,9 +134,6 @@ def returns(batch, coef: float, baseline: bool = False) -> Credit:
     """Return the remaining reward at each token, minus `coef` times the KL at this and all later tokens."""
     kl = [np.cumsum((r.old - r.ref)[::-1])[::-1] for r in batch]
     return [r.reward - baseline * r.baseline - coef * k for r, k in zip(batch, kl, strict=True)]
-
-
-# --- objective: for each response the losses of its tokens ---
 
 
 def clipped(low: float, high: float):
@@ -168,9 +163,6 @@ def geometric(a, logp, r, start):
     return -a * np.exp(log.mean())
 
 
-# --- aggregation of the losses of all tokens ---
-
-
 def over_tokens(losses):
     return np.concatenate(losses).mean()
 
@@ -198,7 +190,7 @@ class Formula(NamedTuple):
 
 PPO = clipped(0.2, 0.2)
 FORMULAS = {
-    "grpo": Formula(standardised, PPO, over_sequences, lambda x, ref: 0.04 * (np.exp(ref - x) - (ref - x) - 1)),
+    "grpo": Formula(standardized, PPO, over_sequences, lambda x, ref: 0.04 * (np.exp(ref - x) - (ref - x) - 1)),
     "dr_grpo": Formula(less_mean, PPO, constant),
     "rloo": Formula(less_the_others, policy_gradient, sums),
     "reinforce_plus_plus": Formula(lambda b: whitened(returns(b, 0.01)), PPO, over_tokens, groups=False),
@@ -210,10 +202,10 @@ FORMULAS = {
     "opo": Formula(less_mean_by_length, policy_gradient, sums),
     "gpg": Formula(less_mean_rescaled, policy_gradient, over_tokens),
     "dapo": Formula(with_penalty_on_length, clipped(0.2, 0.28), over_tokens),
-    "cispo": Formula(standardised, weighted, over_tokens),
-    "gspo": Formula(standardised, sequence_clipped, over_sequences),
-    "sapo": Formula(standardised, gated, over_sequences),
-    "gmpo": Formula(standardised, geometric, over_sequences),
+    "cispo": Formula(standardized, weighted, over_tokens),
+    "gspo": Formula(standardized, sequence_clipped, over_sequences),
+    "sapo": Formula(standardized, gated, over_sequences),
+    "gmpo": Formula(standardized, geometric, over_sequences),
 }
 
 
@@ -277,9 +269,6 @@ def test_no_two_of_them_are_the_same_update():
     found = {name: reference(formula, data, engine.logits_VV.numpy())[1] for name, formula in FORMULAS.items()}
     for (name, a), (other, b) in itertools.combinations(found.items(), 2):
         assert np.abs(a - b).max() > 1e-4, (name, other)
-
-
-# --- learning ---
 
 
 ON_POLICY = {"gpg": 60.0, "opo": 10.0, "remax": 10.0, "rloo": 10.0}

@@ -195,8 +195,6 @@ def test_a_mistake_in_one_function_is_named(functions, message):
         build(node(functions=functions), RuleRewardInterface, "interfaces.reward")
 
 
-# --- runs ---
-
 RUN_FUNCTIONS = """\
 def threes(prompt, response, row):
     return response.count('3')

@@ -37,7 +37,7 @@ def softplus(x: float) -> float:
     return math.log1p(math.exp(-abs(x))) + max(x, 0.0)
 
 
-def test_pairs_are_neighbours_and_the_larger_label_is_chosen():
+def test_pairs_are_neighbors_and_the_larger_label_is_chosen():
     labels = torch.tensor([1.0, 0.0, 0.0, 1.0, 1.0, 1.0, 5.0, 2.0])
     pairs = pairs_by_label(labels, torch.tensor([True] * 7 + [False]))
     assert pairs.chosen_P.tolist() == [0, 3, 4, 6]

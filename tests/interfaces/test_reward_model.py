@@ -409,8 +409,6 @@ def test_trap_g9_shuffled_labels_teach_nothing():
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ({"n_minibatches": 0}, "n_minibatches=0: must be at least 1"),
-        ({"clip": 0.0}, "clip=0.0: must be above 0 and finite, or null"),
         ({"use_margin": True, "kind": RewardLoss.best_of_n}, "use_margin=true: has no effect with kind=best_of_n"),
         (
             {"from_divergence": True, "kind": RewardLoss.scalar_rating},
@@ -418,7 +416,6 @@ def test_trap_g9_shuffled_labels_teach_nothing():
         ),
         ({"per_prompt_weighting": True, "kind": RewardLoss.best_of_n}, "per_prompt_weighting=true: has no effect"),
         ({"center_coef": 0.1, "kind": RewardLoss.scalar_compare}, "center_coef=0.1: has no effect with kind=scalar_co"),
-        ({"center_coef": -0.1}, "center_coef=-0.1: must be at least 0"),
     ],
 )
 def test_settings_without_meaning_are_refused(setting, message):
@@ -426,7 +423,7 @@ def test_settings_without_meaning_are_refused(setting, message):
         RewardModelInterface(**setting)
 
 
-def test_an_odd_number_of_responses_is_refused_only_where_neighbours_are_pairs():
+def test_an_odd_number_of_responses_is_refused_only_where_neighbors_are_pairs():
     odd = pairs_by_hand().take_sequences([0, 1, 2])
     with pytest.raises(DataError, match=r"id 'b' has 1 responses. Pairs need an even number"):
         RewardModelInterface().train_step(Model("reward", BigramEngine()), odd, ONE)

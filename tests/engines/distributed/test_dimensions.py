@@ -131,8 +131,8 @@ def test_collectives_transfer_what_the_formula_says(
 ) -> None:
     results = run_ranks(ranks, traffic.counted, folder, model, sharding)
     # A rank receives as many rows as choose its experts, and returns them.
-    travelling = [[x.pop("all-to-all", 0) for x in pair] for pair in results]
-    assert sum(counted for counted, _ in travelling) == sum(expected for _, expected in travelling)
+    traveling = [[x.pop("all-to-all", 0) for x in pair] for pair in results]
+    assert sum(counted for counted, _ in traveling) == sum(expected for _, expected in traveling)
     for counted, expected in results:
         assert counted == expected
 

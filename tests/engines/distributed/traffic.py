@@ -76,8 +76,8 @@ def formula(engine: Any, rows: int, trained: int, *, tensor: int = 1, expert: in
         heads = sum(n for name, n in own.items() if "_norm." in name and "self_attn" in name)
         elements["all-reduce"] += heads  # gradients of the norms of heads
     if experts and tensor * expert > 1:
-        travelling = rows // tensor * experts * hidden
-        elements["all-to-all"] += layers * 4 * travelling  # to the experts and back, and their gradients
+        traveling = rows // tensor * experts * hidden
+        elements["all-to-all"] += layers * 4 * traveling  # to the experts and back, and their gradients
         if tensor > 1:
             elements["all-gather"] += layers * rows // tensor * (2 * hidden + experts)
     return dict(elements)

@@ -121,18 +121,8 @@ def test_trap_d14_learning_rate_by_formula():
             lambda: Schedule(kind=ScheduleKind.linear),
             "total=null: kind=linear needs a length. Set total, in optimizer steps.",
         ),
-        (lambda: Schedule(ScheduleKind.linear, total=0), "total=0: must be at least 1, or null"),
-        (lambda: Schedule(warmup=-1), "warmup=-1: must be at least 0"),
-        (lambda: Schedule(min_ratio=1.5), "min_ratio=1.5: must be at least 0 and at most 1"),
         (lambda: Schedule(kind="sine"), r"kind='sine': unknown choice \(valid: constant, linear, cosine\)"),
-        (lambda: OptimizerSpec(lr=-1), "lr=-1: must be at least 0"),
         (lambda: OptimizerSpec(betas=(0.9, 1.0)), r"betas=\[0.9, 1.0\]: must be two numbers of at least 0 and below 1"),
-        (lambda: OptimizerSpec(eps=0), "eps=0: must be above 0"),
-        (lambda: OptimizerSpec(grad_clip=0.0), "grad_clip=0.0: must be above 0 and finite, or null"),
-        (lambda: OptimizerSpec(weight_decay=-0.1), "weight_decay=-0.1: must be at least 0"),
-        (lambda: OptimizerSpec(ema_decay=1.0), "ema_decay=1.0: must be above 0 and below 1, or null"),
-        (lambda: OptimizerSpec(ema_decay=0.0), "ema_decay=0.0: must be above 0 and below 1, or null"),
-        (lambda: OptimizerSpec(max_nonfinite_in_a_row=0), "max_nonfinite_in_a_row=0: must be at least 1"),
     ],
 )
 def test_bad_values_are_refused_by_name(build, message):

@@ -125,20 +125,6 @@ def test_settings_under_which_every_advantage_would_be_wrong_raise(advantage, se
     advantage.check(responses=4, adv_norm=NONE, baseline=True)
 
 
-@pytest.mark.parametrize(
-    ("kind", "settings", "text"),
-    [
-        (GAE, {"gamma": 1.1}, r"gamma=1\.1: must be at least 0 and at most 1"),
-        (GAE, {"lam": math.nan}, "lam=nan: must be at least 0 and at most 1"),
-        (NStep, {"n": 0}, "n=0: must be at least 1"),
-        (GroupRelative, {"min_group_size": 0}, "min_group_size=0: must be at least 1"),
-    ],
-)
-def test_wrong_settings_raise(kind, settings, text):
-    with pytest.raises(SettingsError, match=text):
-        kind(**settings)
-
-
 def test_bootstrapping_needs_the_values_of_the_critic():
     why = "advantage.bootstrap=true"
     assert GAE(bootstrap=True).needs() == {"bootstrap_values": why, "truncated": why}

@@ -43,7 +43,6 @@ def test_scopes_may_be_given_by_name():
     [
         ({"mean": "gruop"}, r"mean='gruop': unknown choice \(valid: none, batch, group\)"),
         ({"mean": None}, "mean must not be null"),
-        ({"eps": -1.0}, r"eps=-1\.0: must be at least 0"),
         ({"mean": "none", "leave_one_out": True}, "leave_one_out=true: has no effect with mean=none"),
     ],
 )

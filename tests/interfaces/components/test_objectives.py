@@ -516,18 +516,8 @@ def test_the_fraction_of_dual_clipped_tokens_is_reported_where_there_is_a_dual_c
 @pytest.mark.parametrize(
     ("kind", "setting", "text"),
     [
-        (Clip, {"low": 1.5}, r"low=1\.5: must be at least 0 and at most 1"),
-        (Clip, {"high": -0.1}, r"high=-0\.1: must be at least 0"),
-        (Clip, {"dual": 1.0}, r"dual=1\.0: must be above 1, or null"),
         (Clip, {"low": None}, "low must not be null"),
         (Gspo, {"low": None}, "low must not be null"),
-        (Gspo, {"dual": 0.5}, r"dual=0\.5: must be above 1"),
-        (Cispo, {"low": 1.5}, r"low=1\.5: must be at least 0 and at most 1, or null"),
-        (Gmpo, {"low": -0.1}, r"low=-0\.1: must be at least 0"),
-        (Sapo, {"tau_pos": 0.0}, r"tau_pos=0\.0: must be above 0"),
-        (Sapo, {"tau_neg": math.nan}, "tau_neg=nan: must be above 0"),
-        (ProximalKL, {"beta": -1.0}, r"beta=-1\.0: must be at least 0"),
-        (ProximalKL, {"target": 0.0}, r"target=0\.0: must be above 0"),
         (ProximalKL, {"beta": 0.0, "target": 0.01}, "beta=0: target multiplies beta"),
     ],
 )

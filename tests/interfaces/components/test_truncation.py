@@ -58,7 +58,6 @@ def test_truncated_is_needed_where_it_is_read():
         ({"penalty": -1.0}, "penalty=-1: has no effect with reward=keep. Set reward=add or reward=set"),
         ({"reward": "zero", "mask": True}, "reward=zero: has no effect with mask=true"),
         ({"reward": "drop"}, r"reward='drop': unknown choice \(valid: keep, zero, add, set\)"),
-        ({"overlong_buffer": -1}, "overlong_buffer=-1: must be at least 0"),
         ({"overlong_penalty": 2.0}, "overlong_penalty=2: has no effect with overlong_buffer=0"),
         ({"overlong_buffer": 4, "overlong_penalty": -2.0}, "overlong_penalty=-2.0: must be at least 0"),
     ],

@@ -31,9 +31,7 @@ def test_heads_tell_what_a_model_computes(head, word, outputs, is_scalar, replac
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: ValueHead(layers=-1), "layers=-1: must be at least 0"),
         (lambda: ValueHead(init="keep"), r"init='keep': unknown choice \(valid: normal, zero\)"),
-        (lambda: Causal(vocabulary=0), "vocabulary=0: must be at least 1, or null"),
         (lambda: Value(init="keep"), r"init='keep': unknown choice \(valid: normal, zero, or null\)"),
     ],
 )

@@ -49,8 +49,8 @@ def test_numbers_are_uniform_within_a_stream_across_streams_and_in_pairs():
         expected = len(x) / 64
         # 63 degrees of freedom: random numbers exceed this once in 60,000 tests
         assert ((counts - expected) ** 2 / expected).sum() < 120
-    neighbours = [(found_KB[0], found_KB[1]), (found_KB[:, 0::2].ravel(), found_KB[:, 1::2].ravel())]
-    for x, y in neighbours:  # positions of a response, and responses of a prompt
+    neighbors = [(found_KB[0], found_KB[1]), (found_KB[:, 0::2].ravel(), found_KB[:, 1::2].ravel())]
+    for x, y in neighbors:  # positions of a response, and responses of a prompt
         counts, _, _ = np.histogram2d(x, y, bins=8, range=((0, 1), (0, 1)))
         expected = len(x) / 64
         assert ((counts - expected) ** 2 / expected).sum() < 120
