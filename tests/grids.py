@@ -1,4 +1,4 @@
-"""Grids of parameters: pairs of values in the faster selections of tests, all combinations in the slower ones."""
+"""Grids of parameters: few cases in most selections of tests, all combinations in the slowest one."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 
+REST = (pytest.mark.slow, pytest.mark.very_slow)
+"""Marks of the cases of a grid that repeat what its other cases test."""
+
 
 def pairwise(*axes: Sequence[Any]) -> list[Any]:
-    """Return all combinations of the values. They are marked slow, except for some with which any two values of two
+    """Return all combinations of the values. They are very slow, except for some with which any two values of two
     axes occur together.
 
     Most errors depend on one or two settings, so these combinations detect nearly all that the whole grid detects.
@@ -27,36 +30,34 @@ def pairwise(*axes: Sequence[Any]) -> list[Any]:
         missing -= pairs(best)
         chosen.add(best)
     return [
-        pytest.param(
-            *(axis[i] for axis, i in zip(axes, cell, strict=True)), marks=[] if cell in chosen else pytest.mark.slow
-        )
+        pytest.param(*(axis[i] for axis, i in zip(axes, cell, strict=True)), marks=() if cell in chosen else REST)
         for cell in itertools.product(*sizes)
     ]
 
 
 def each_once(cases: Iterable[tuple[Any, ...]], shared: Callable[..., str | None]) -> list[Any]:
-    """Return all cases, with numbered ids. Of those whose value of `shared` is equal, one is not marked slow: the
-    first, the second, and so on in turn. Cases whose value is None are never marked.
+    """Return all cases, with numbered ids. Of those whose value of `shared` is equal, one is not very slow: the
+    first, the second, and so on in turn. Cases whose value is None never are.
     """
     listed = list(cases)
     groups: dict[str, list[int]] = {}
     for i, case in enumerate(listed):
         if (key := shared(*case)) is not None:
             groups.setdefault(key, []).append(i)
-    slow = {i for turn, members in enumerate(groups.values()) for i in members if i != members[turn % len(members)]}
+    rest = {i for turn, members in enumerate(groups.values()) for i in members if i != members[turn % len(members)]}
     return [
-        pytest.param(*case, id=f"{case[0].__name__}-{i}", marks=pytest.mark.slow if i in slow else [])
+        pytest.param(*case, id=f"{case[0].__name__}-{i}", marks=REST if i in rest else ())
         for i, case in enumerate(listed)
     ]
 
 
 def rotating(first: Iterable[Any], second: Iterable[Any]) -> list[Any]:
-    """Return all combinations of two axes. They are marked slow, except for as few as contain every value of both."""
+    """Return all combinations of two axes. They are very slow, except for as few as contain every value of both."""
     ours, theirs = list(first), list(second)
     longer, shorter = len(max(ours, theirs, key=len)), len(min(ours, theirs, key=len))
     chosen = {(k, k % shorter) if len(ours) >= len(theirs) else (k % shorter, k) for k in range(longer)}
     return [
-        pytest.param(a, b, marks=[] if (i, j) in chosen else pytest.mark.slow)
+        pytest.param(a, b, marks=() if (i, j) in chosen else REST)
         for i, a in enumerate(ours)
         for j, b in enumerate(theirs)
     ]
@@ -73,6 +74,5 @@ def in_turn(places: Sequence[str], names: Sequence[str]) -> list[Any]:
         left = tuple(name for name in others if name not in own)
         cases.append(pytest.param(place, (first, *own), id=place, marks=pytest.mark.slow))
         if left:
-            marks = [pytest.mark.slow, pytest.mark.very_slow]
-            cases.append(pytest.param(place, left, id=f"{place}, all others", marks=marks))
+            cases.append(pytest.param(place, left, id=f"{place}, all others", marks=REST))
     return cases

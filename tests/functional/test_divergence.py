@@ -62,7 +62,7 @@ def test_values_computed_by_hand(beta, expected):
     assert found.item() == pytest.approx(expected, abs=1e-7)
 
 
-@pytest.mark.parametrize(("chunk", "kind", "beta"), pairwise([1, 7, None], KINDS, BETAS))
+@pytest.mark.parametrize(("chunk", "kind", "beta"), pairwise([1, 7, None], list(KINDS), BETAS))
 def test_value_and_gradient_equal_the_definition_in_float64(beta, kind, chunk):
     leaves, head = make(kind)
     target_hidden, target_head = target()
