@@ -15,10 +15,12 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from realign.api import GenerationConfig, MicroBatchSpec
-from realign.data import PromptData, SupervisedData, TooLong
+from realign.data import PreferenceData, PromptData, SupervisedData, TextData, TooLong
+from realign.data.combined import WithPretraining
 from realign.engines import OptimizerSpec, TransformersModel
 from realign.engines.training import engine_state
 from realign.errors import ConfigError, DataError, RunError
@@ -122,6 +124,17 @@ def own(batch, n):
     return list(zip(batch.sequences("input_ids"), batch.sequences("prompt_mask"), strict=True))[:n]
 
 
+def test_dense_rewards_of_unknown_ids_have_a_place(tmp_path):
+    path = model_folder(tmp_path / "model", vocab_size=4 * VOCAB)
+    reward = RuleRewardInterface(function=f"{__file__}:one_per_token", workers=0, dense=True)
+    _, batch = LocalRuntime(experiment(tmp_path, path, reward=reward)).step(1)
+    assert torch.equal(batch["dense_rewards"] == 1, batch["loss_mask"])
+
+
+def one_per_token(prompt: str, response: str, row: dict[str, Any], tokens: list[str]) -> list[float]:
+    return [1.0] * len(tokens)
+
+
 def test_a_prompt_that_leaves_no_room_is_refused_at_the_start(tmp_path):
     path = model_folder(tmp_path / "model")
     data = PromptData(rows(tmp_path / "rows.jsonl", [*PROMPTS, "1" * 120]))
@@ -165,6 +178,16 @@ def test_demonstrations_longer_than_the_model_are_refused_at_the_start(tmp_path)
         LocalRuntime(experiment(tmp_path, path, data=SupervisedData(file), **parts))
 
 
+def test_the_longest_sequence_is_that_of_one_response_and_texts_are_looked_at_too(tmp_path):
+    file = rows(tmp_path / "rows.jsonl", ["1" * 10], chosen="2" * 5, rejected="3" * 8, text="4" * 200)
+    tokenizer = tiny_tokenizer()
+    assert PreferenceData(file).load(tokenizer).longest_sequence == 10 + 8 + 1
+    both = WithPretraining(PromptData(file), TextData(file, block_tokens=150, append_eos=False))
+    path = model_folder(tmp_path / "model")
+    with pytest.raises(ConfigError, match=r"a text of data\.pretraining has 150 tokens"):
+        LocalRuntime(experiment(tmp_path, path, data=both))
+
+
 def test_groups_of_equal_rewards_make_no_step_and_a_run_of_nothing_else_fails(tmp_path):
     path = model_folder(tmp_path / "model")
     reward = RuleRewardInterface(function=f"{__file__}:constant", workers=0)
@@ -180,6 +203,14 @@ def constant(prompt: str, response: str, row: dict[str, Any]) -> float:
 
 def same_weights(a: Path, b: Path) -> bool:
     return (a / "actor" / "model.safetensors").read_bytes() == (b / "actor" / "model.safetensors").read_bytes()
+
+
+def test_rows_said_twice_are_prompts_of_their_own(tmp_path):
+    path = model_folder(tmp_path / "model")
+    data = PromptData(rows(tmp_path / "rows.jsonl", ["1+1="] * 3, id="same"))
+    _, batch = LocalRuntime(experiment(tmp_path, path, data=data, batch_prompts=3)).step(1)
+    assert sorted(batch.ids) == ["0@0", "1@0", "2@0"]
+    assert batch.lengths["input_ids"].counts.tolist() == [4, 4, 4]
 
 
 GOOD = b'{"prompt": "1+1=", "answer": "2"}\n'
@@ -368,6 +399,16 @@ def test_a_tracker_that_fails_costs_its_own_record_only(tmp_path):
         "Tracker 'mine' failed at step 0",
         "Tracker 'mine' missed 3 steps, from 0 to 2.",
     ]
+
+
+def test_a_screen_that_cannot_be_written_ends_no_run(tmp_path):
+    class FullLog(io.StringIO):
+        def write(self, text):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    path = model_folder(tmp_path / "model")
+    console = Console(file=FullLog(), width=80)
+    assert len(run(experiment(tmp_path, path, print_samples_every_steps=1), console=console).history) == 3
 
 
 def test_prompts_whose_gradient_is_not_finite_are_named_by_their_place_in_the_data(tmp_path):

@@ -114,10 +114,9 @@ def credited(policy, sequences, seed):
 
 
 @pytest.mark.parametrize("name", POLICIES)
-@pytest.mark.parametrize("seed", range(2))
-def test_dividing_an_episode_changes_no_advantage_no_filter_and_no_metric(name, seed):
-    divided = np.random.default_rng(seed).choice([1, 2, 3, 6], EPISODES).tolist()
-    whole, divided = (credited(POLICIES[name], division, seed) for division in (WHOLE, divided))
+def test_dividing_an_episode_changes_no_advantage_no_filter_and_no_metric(name):
+    divided = np.random.default_rng(0).choice([1, 2, 3, 6], EPISODES).tolist()
+    whole, divided = (credited(POLICIES[name], division, seed=0) for division in (WHOLE, divided))
     torch.testing.assert_close(divided[0], whole[0])
     assert torch.equal(divided[1], whole[1])
     assert divided[2] == pytest.approx(whole[2], abs=1e-6)

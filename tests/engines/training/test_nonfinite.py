@@ -57,6 +57,22 @@ def test_the_guilty_prompts_are_named_and_no_others(spec, gradient, parallel):
     assert not any(m.training for m in engine.module.modules())
 
 
+def test_passes_side_by_side_name_the_same(monkeypatch):
+    monkeypatch.setattr("realign.models.network.passes.MIN_ROWS", 1)
+    data = random_sample(LENGTHS)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        for gradient in (False, True):
+            engine = tiny_engine(optimizer=STEP)
+            assert engine.network.passes(data, MicroBatchSpec(), parallel=True, training=True).lanes == 2
+            message = told(engine, data, Poisoned(data, ("p2",), gradient=gradient), MicroBatchSpec())
+            assert message.count("'p") == 1
+            assert "of id 'p2')" in message
+    finally:
+        torch.set_num_threads(threads)
+
+
 def test_a_good_step_computes_nothing_twice():
     data = random_sample(LENGTHS)
     loss = Poisoned(data, ())
@@ -64,6 +80,16 @@ def test_a_good_step_computes_nothing_twice():
         warnings.simplefilter("error")
         tiny_engine(optimizer=STEP).train_batch(data, SPECS[1], loss, lambda d: torch.tensor(1.0))
     assert loss.calls == 3
+
+
+def test_a_sum_that_overflows_blames_nobody():
+    data = random_sample([[4], [5]])
+
+    def huge(output, part):
+        return output.logprobs().sum() * 0 + 3e38, {}
+
+    message = told(tiny_engine(optimizer=STEP), data, huge, MicroBatchSpec(n_microbatches=2))
+    assert "from no single micro-batch: each has a finite loss and gradient" in message
 
 
 def test_what_is_not_finite_only_together_names_all_of_its_micro_batch():

@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM
 from transformers import GenerationConfig as TransformersGenerationConfig
 
 from realign.api import GenerationConfig, SequenceSample
-from realign.errors import ConfigError, DataError
+from realign.errors import ConfigError, DataError, RunError
 from realign.functional.logprobs import LMHead
 from realign.models.network import decoder
 from realign.models.network.attention import ATTENTION
@@ -307,6 +307,13 @@ def test_bad_stop_settings_are_refused():
 def test_other_attention_is_refused():
     with pytest.raises(ValueError, match="attn_implementation='realign'"):
         rollout(tiny_model(attention="eager"))
+
+
+def test_broken_weights_are_an_error():
+    model = tiny_model()
+    torch.nn.init.constant_(model.model.norm.weight, float("nan"))
+    with pytest.raises(RunError, match="not finite"):
+        rollout(model)
 
 
 def test_a_frozen_model_samples_the_same_in_low_precision_and_stays_frozen():
