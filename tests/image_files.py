@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from PIL import Image
@@ -10,7 +9,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from tests.images import MERGE, PATCH, tiny_image_model
+from tests.images import MERGE, PATCH
 from tests.tiny import TEXT, VOCAB
 
 IMAGE_TEXT = "<|image_pad|>"
@@ -56,13 +55,3 @@ def image_tokenizer() -> PreTrainedTokenizerFast:
         chat_template=_TEMPLATE,
         clean_up_tokenization_spaces=False,
     )
-
-
-def save_image_model(folder: Path) -> Path:
-    """Write a tiny model that reads images, with its tokenizer and image processor, as a Hugging Face folder."""
-    model = tiny_image_model(attention="eager")
-    model.config.text_config.bos_token_id = None
-    model.save_pretrained(folder)
-    image_tokenizer().save_pretrained(folder)
-    image_processor().save_pretrained(folder)
-    return folder

@@ -18,11 +18,12 @@ from realign.errors import RunError
 from realign.interfaces.components import Constant, SeqMeanTokenMean, SeqMeanTokenSum, TokenMean
 from realign.samplers.in_process.compiled import fusion
 from realign.samplers.in_process.settings import InProcessSampling
+from tests.grids import rotating
 from tests.tiny import FAMILIES, ONE, STEP, Likelihood, random_sample, tiny_engine, train, weights
 
 LENGTHS = ((9, 4, 6), (12,), (3, 5), (8, 2, 2, 1))
 SPECS = [ONE, *(MicroBatchSpec(n_microbatches=n) for n in (2, 3, 4, 9))]
-SPECS += [MicroBatchSpec(max_tokens_per_microbatch=n) for n in (12, 15, 21, 40)]
+SPECS += [MicroBatchSpec(max_tokens_per_microbatch=15)]
 
 
 def moved(engine, before):
@@ -350,8 +351,7 @@ class DifferenceToBefore:
         return data["loss_mask"].sum()
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "checkpointing"), rotating(FAMILIES, [False, True]))
 def test_trap_b1_b6_first_ratio_is_one(family, checkpointing):
     """The config sets dropout. The engine disables it, with and without gradient checkpointing."""
     rates = {"gpt2": ("attn_pdrop", "resid_pdrop", "embd_pdrop"), "opt": ("dropout", "attention_dropout")}
@@ -462,7 +462,7 @@ def test_trap_b9_bfloat16_computes_over_fp32_weights():
     assert results[torch.bfloat16]["loss"] != results[torch.float32]["loss"]
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", [ONE, SPECS[-1]])
 def test_forward_gives_results_in_the_order_of_the_batch(spec):
     engine = tiny_engine(optimizer=STEP)
     data = random_sample(LENGTHS)
