@@ -378,6 +378,12 @@ def test_trap_g2_moments_survive_a_restart_through_json(kind):
     assert (later.mean, later.std, later.scale) == (moments.mean, moments.std, moments.scale)
 
 
+def test_moments_of_one_kind_do_not_go_on_as_the_other():
+    saved = fed(BATCHES, CUMULATIVE).state_dict()
+    with pytest.raises(ValueError, match="the saved running moments have kind cumulative, expected exponential"):
+        RunningMoments(EXPONENTIAL).load_state_dict(saved)
+
+
 def test_settings_are_checked_and_a_kind_may_be_given_by_name():
     assert RunningMoments("exponential").kind is EXPONENTIAL
     with pytest.raises(ValueError, match="'ema'"):

@@ -184,6 +184,11 @@ def test_packed_n_step_returns_equal_a_loop_over_sequences(lengths, gamma, n, se
         start += length
 
 
+def test_n_step_returns_need_at_least_one_step():
+    with pytest.raises(ValueError, match="n must be at least 1, found 0"):
+        n_step(REWARDS, VALUES, ALL, CU, gamma=0.9, n=0)
+
+
 def test_a_long_sequence_matches_the_loop():
     generator = torch.Generator().manual_seed(1)
     rewards_T, values_T = torch.randn(2, 1500, generator=generator)

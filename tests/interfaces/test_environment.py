@@ -22,6 +22,7 @@ from realign.interfaces.components import GAE, KLPenalty, RewardShaping
 from realign.interfaces.environment import EnvironmentInterface, with_environment
 from realign.interfaces.grpo import GRPOActorInterface
 from realign.interfaces.ppo import PPOActorInterface, dataflow
+from realign.interfaces.reward_model import RewardModelInterface
 from realign.interfaces.rule_reward import RuleRewardInterface
 from realign.rewards.terms import FunctionTerm
 from realign.runtime import CheckpointSpec, run
@@ -194,6 +195,12 @@ def test_trap_a12_sampled_tokens_are_never_encoded_again():
     out = hold(settings(), engine, batch({"q": row}), tokenizer)
     assert lists(out, "input_ids") == [ids("ab") + ids("hello.") + [97] + ids("hello.")]
     assert engine.contexts[1]["q/0/turn1"] == ids("ab") + ids("hello.") + [97]
+
+
+def test_an_observation_of_token_ids_is_taken_as_it_is():
+    row = {"script": [([5, 6], 0.0, False, False, {}), (torch.tensor([9]), 0.0, False, False, {}), WON]}
+    out = hold(settings(), Scripted({f"q/0/turn{k}": "x." for k in range(3)}), batch({"q": row}))
+    assert lists(out, "input_ids") == [ids("ab") + ids("x.") + [5, 6] + ids("x.") + [9] + ids("x.")]
 
 
 TEMPLATE = (
@@ -564,6 +571,11 @@ def test_a_graph_with_an_environment_reports_each_reward(functions):
     graph = dataflow(interfaces)
     assert {"rewards/environment", "rewards/text", "rewards/alone"} <= {*graph.rpcs[0].outputs} & {*graph.results}
     assert graph.unread() == []
+
+
+def test_a_model_cannot_score_episodes_here():
+    with pytest.raises(ConfigError, match="reward: RewardModelInterface needs a model"):
+        settings(reward=RewardModelInterface())
 
 
 def test_a_conversation_is_trained_over_the_tokens_that_its_turns_were_drawn_from():

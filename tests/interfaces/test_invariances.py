@@ -26,6 +26,7 @@ from tests.interfaces.declared import (
     actor_inputs,
     cases,
     modules,
+    settings,
     subclasses,
 )
 
@@ -117,6 +118,19 @@ def test_no_setting_of_a_fixed_component_of_ppo_escapes(place):
     names = {f.name for f in dataclasses.fields(cls) if f.init}
     changed = {name for x in found for name in names if getattr(x, name) != _default(cls, name)}
     assert changed == names, f"no setting of {cls.__name__} in PPO_SETTINGS changes {sorted(names - changed)}"
+
+
+@pytest.mark.parametrize("base", [*BASES.values(), c.Divergence], ids=lambda base: base.__name__)
+def test_the_launch_table_tells_settings_of_a_component_apart(base):
+    rows = [x.describe() for kind in subclasses(base) for x in COMPONENTS[kind]]
+    assert len(set(rows)) == len(rows)
+    assert not any("\n" in row for row in rows)
+
+
+@pytest.mark.parametrize("cls", trainers(), ids=lambda cls: cls.__name__)
+def test_every_interface_has_rows_of_one_line_in_the_launch_table(cls):
+    for kwargs in settings(cls):
+        assert not any("\n" in row for row in cls(**kwargs).describe(4).values())
 
 
 def _default(cls, name):

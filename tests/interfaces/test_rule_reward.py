@@ -153,6 +153,13 @@ def test_trap_c12_a_list_of_another_length_is_a_failure(dense_function):
         interface.inference(MODEL, batch([[8, 8]]), MicroBatchSpec())
 
 
+def test_dense_settings_without_meaning_are_refused(function):
+    with pytest.raises(SettingsError, match="shuffle=true: permutes one reward per response"):
+        RuleRewardInterface(function, shuffle=True, dense=True)
+    with pytest.raises(ConfigError, match=r"but dense=true calls it as \(prompt, response, row, tokens\)"):
+        RuleRewardInterface(function, dense=True).open()
+
+
 @pytest.mark.parametrize(("functions", "text"), [({"a": "module:a"}, "both set"), ({}, "both empty")])
 def test_either_one_function_or_several_are_set(functions, text):
     with pytest.raises(SettingsError, match=f"function: function and functions are {text}"):
@@ -171,6 +178,11 @@ def test_a_worker_inherits_the_secrets_to_keep_and_no_others(tmp_path, monkeypat
         interface = RuleRewardInterface(f"{path}:score", workers=1, keep_environment=keep)
         assert rewards(interface, batch([[3]])) == [want]
         interface.close()
+
+
+def test_the_variables_to_keep_are_a_list(function):
+    with pytest.raises(SettingsError, match="keep_environment='KEPT_TOKEN'"):
+        RuleRewardInterface(function, keep_environment="KEPT_TOKEN")
 
 
 OTHERS = """
