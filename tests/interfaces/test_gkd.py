@@ -247,12 +247,12 @@ def test_mistakes_are_named_before_training(files, tmp_path):
     colder = f"interfaces.teacher={{{reference}, temperature: 0.5, hidden_states: true}}"
     given = compose(overrides(files, tmp_path / "b", data, colder))
     with pytest.raises(ConfigError, match=r"interfaces\.teacher\.temperature=0\.5.*Set one temperature"):
-        build_experiment(given)
+        run(build_experiment(given))
     given = compose(overrides(files, tmp_path / "c", data, f"interfaces.teacher={{{reference}}}"))
     with pytest.raises(
         ConfigError, match=r"interfaces\.teacher writes logprobs .* 'teacher_inf' declares hidden, logp"
     ):
-        build_experiment(given)
+        run(build_experiment(given))
     fewer = save_tiny(tmp_path / "fewer", vocab_size=120)
     with pytest.raises(ConfigError, match=r"models\.teacher: its head has 120 tokens, but that of models\.actor has"):
         run(build_experiment(compose(overrides({**files, "teacher": fewer}, tmp_path / "d", data))))

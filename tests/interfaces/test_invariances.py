@@ -28,6 +28,7 @@ from tests.interfaces.declared import (
     modules,
     settings,
     subclasses,
+    trainers,
 )
 
 BASES = {
