@@ -16,6 +16,7 @@ from realign.models.files.tokenizers import (
     read_tokenizer,
     save_tokenizer,
 )
+from tests.grids import rotating
 from tests.tiny import FAMILIES, save_tiny, tiny_config, tiny_tokenizer
 
 TEXT = "1 + 2\n= 3<eos>ok"
@@ -41,8 +42,7 @@ def test_a_tokenizer_beside_any_family_is_read_from_tokenizer_json(tmp_path, fam
     assert (found.eos_token, found.pad_token, found.chat_template) == ("<eos>", "<pad>", TEMPLATE)
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
-@pytest.mark.parametrize("trust", [None, False, True])
+@pytest.mark.parametrize(("family", "trust"), rotating(sorted(FAMILIES), [None, False, True]))
 def test_autotokenizer_reads_a_saved_tokenizer_beside_any_family(tmp_path, family, trust):
     tiny_config(family).save_pretrained(tmp_path)
     with warnings.catch_warnings():
