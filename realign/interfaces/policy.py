@@ -283,6 +283,7 @@ class PolicyInterface(ModelInterface):
             data = data.with_sequences(rewards=torch.zeros(data.n_sequences, device=data["loss_mask"].device))
         cu_seqlens, rewards_S, truncated_S = data.cu_seqlens(), Rewards.known(data), data.get("truncated")
         tokens_S = segment_sum(data["loss_mask"], cu_seqlens)
+        # At least 1: a response without a trained token has no gradient, but would move the statistics of its group.
         valid_S = rewards_S.isfinite() & (tokens_S >= max(1, self.min_response_tokens))
         self.reward.observe(self.reward_moments, rewards_S, data.once_per_episode(valid_S), model.engine.reduce)
         scores_S = self.reward.shape(self.reward_moments, rewards_S)
@@ -312,6 +313,7 @@ class PolicyInterface(ModelInterface):
         estimated = self.advantage.estimate(rewards, data, reduce)
         estimate = Estimate.of(estimated, cu_seqlens, type(self.advantage).__name__)
         advantages_T = normalized_advantages(estimate, data, valid_S, self.adv_norm, reduce)
+        # After `adv_norm`, which would divide a constant factor away.
         if (factor := self.advantage.rescale(rewards, data, valid_S, reduce)) is not None:
             advantages_T = advantages_T * factor
         returns = {} if estimate.returns_T is None else {"returns": estimate.returns_T}
@@ -340,6 +342,7 @@ class PolicyInterface(ModelInterface):
                 part = self.estimate_advantages(model, part)
                 further.append(self.credit_stats(model, part))
             part = self.prepare_minibatch(part, reduce)
+            # Only before the first update does the policy that trains equal the one that sampled.
             loss = self.loss if steps else self.first_loss
             steps.append(model.engine.train_batch(part, mb_spec, loss, self.loss_weight, step_if))
             if not allowed:

@@ -377,6 +377,7 @@ class GroupRelative(AdvantageEstimator):
         """Return the responses of groups that are large enough."""
         group_S = data.group_index()
         valid_S = data["rewards"].isfinite() & (segment_sum(data["loss_mask"], data.cu_seqlens()) > 0)
+        # Episodes, not sequences: an agent's episode with three sequences is still one sample of its prompt.
         size_S = torch.zeros_like(group_S).index_add(0, group_S, data.once_per_episode(valid_S).long())[group_S]
         return valid_S & (size_S >= self.min_group_size)
 
@@ -467,6 +468,7 @@ def normalized_advantages(
     """Return [T] advantages after `adv_norm`, 0 off the mask; response advantages are normalized, then broadcast."""
     cu_seqlens, group_S, mask_T = data.cu_seqlens(), data.group_index(), data["loss_mask"]
     if estimate.advantages_S is not None:
+        # Before broadcasting: afterwards, a response would count once per token in the mean and std of its group.
         advantages_S = norm(estimate.advantages_S, group_S, valid_S, reduce, data.once_per_episode(valid_S))
         return torch.where(mask_T, broadcast_to_tokens(advantages_S, cu_seqlens), 0)
     assert estimate.advantages_T is not None
