@@ -1,7 +1,7 @@
 """The settings of a run: every key of an experiment, with its type, range, default and text, described once.
 
-`realign.runtime.Experiment` narrows the types of the components to their classes. `realign.config.ExperimentConfig`
-narrows them to the mappings of a config. Composing, help and completion read this module, so it does not import torch.
+A component is a mapping here, as in a config (`realign.config.ExperimentConfig`). `realign.runtime.Experiment` has the
+objects instead. Composing, help and completion read this module, so it does not import torch.
 """
 
 from __future__ import annotations
@@ -103,35 +103,35 @@ class RunSettings(Settings):
     """Number of prompts per step, over all devices."""
     microbatch: MicroBatchLimits = field(default_factory=MicroBatchLimits)
     """Token budget of a forward pass, shared by all roles."""
-    models: Mapping[str, Any]
+    models: Mapping[str, Any] = field(default_factory=dict)
     """Role -> component that loads its model, such as realign.engines.TransformersModel, the default in a config."""
-    interfaces: Mapping[str, Any]
+    interfaces: Mapping[str, Any] = field(default_factory=dict)
     """Role -> its algorithm: a ModelInterface component, such as grpo, ppo, sft or rule_reward."""
-    graph: Any
+    graph: Any = field(default_factory=dict)
     """Dataflow graph: the calls of a step. In a config, `_target_` is a function annotated `-> DataflowGraph`, and the
     other keys are its arguments; unset: the function `dataflow` beside the actor's class."""
     sync: Mapping[str, Any] = field(default_factory=dict)
     """Role that isn't trained -> how it follows a trained role at the end of a step: of, weight, every_steps. In a
     config, `_target_` defaults to realign.api.Sync."""
-    data: Any
+    data: Any = field(default_factory=dict)
     """Training data: prompts, or the rows that the algorithm learns from."""
     shuffle: bool = True
     """Shuffle the rows in each epoch. The order depends only on seed and epoch."""
-    curriculum: Any = None
+    curriculum: Any = field(default_factory=dict)
     """Curriculum: which prompts come how often, by their rolling pass rate (`pass_rate`) or a rule of your own. Any key
     below it turns it on; empty or null takes every prompt once per epoch."""
     cache_reference: bool = False
     """Let the frozen reference of DPO or KTO score the rows once before training, and free it. Its log-probs stay in
     the folder of the run, so resuming doesn't load it (TRL: precompute_ref_log_probs)."""
-    dynamic_sampling: Any = None
+    dynamic_sampling: Any = field(default_factory=dict)
     """Dynamic sampling: keep sampling until enough prompts pass a filter on their rewards. In a config, `_target_`
     defaults to realign.runtime.DynamicSampling; empty or null disables it."""
-    evaluation: Any = None
+    evaluation: Any = field(default_factory=dict)
     """Evaluation on held-out rows: before training, every n steps, and at the end. In a config,
     evaluation.data.path=FILE is enough, since everything else follows training. Empty or null disables it."""
     evaluations: Mapping[str, Any] = field(default_factory=dict)
     """More evaluations by name, with metrics eval/NAME/..."""
-    calibration: Any = None
+    calibration: Any = field(default_factory=dict)
     """Calibrate the gain and bias of a reward model, before or after training. In a config, `_target_` defaults to
     realign.runtime.RewardCalibration; empty or null disables it."""
     skip_together: bool = False
@@ -155,10 +155,10 @@ class RunSettings(Settings):
     callbacks: Mapping[str, Any] = field(default_factory=dict)
     """Hooks that read metrics, add metrics, or stop the run: any name -> early_stopping, or your own class in
     `_target_`. null disables one."""
-    runtime: Any
+    runtime: Any = field(default_factory=dict)
     """Where the models run: config group `runtime` (local, ray). In a config, `_target_` defaults to
     realign.runtime.runtime_spec.Local."""
-    rollout: Any
+    rollout: Any = field(default_factory=dict)
     """Synchronous or asynchronous rollout: config group `rollout` (sync, async). In a config, `_target_` defaults to
     realign.runtime.rollout.spec.Sync."""
     ratio_tolerance: Annotated[float, Range(ge=0)] | None = None

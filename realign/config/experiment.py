@@ -63,20 +63,6 @@ class ExperimentConfig(RunSettings):
     output_dir: str = "runs/${name}"
     steps: Count = MISSING
     batch_prompts: Count = MISSING
-    models: dict[str, Any] = field(default_factory=dict)
-    interfaces: dict[str, Any] = field(default_factory=dict)
-    graph: dict[str, Any] = field(default_factory=dict)
-    sync: dict[str, Any] = field(default_factory=dict)
-    data: dict[str, Any] = field(default_factory=dict)
-    curriculum: dict[str, Any] | None = field(default_factory=dict)
-    dynamic_sampling: dict[str, Any] | None = field(default_factory=dict)
-    evaluation: dict[str, Any] | None = field(default_factory=dict)
-    evaluations: dict[str, Any] = field(default_factory=dict)
-    calibration: dict[str, Any] | None = field(default_factory=dict)
-    trackers: dict[str, Any] = field(default_factory=dict)
-    callbacks: dict[str, Any] = field(default_factory=dict)
-    runtime: dict[str, Any] = field(default_factory=dict)
-    rollout: dict[str, Any] = field(default_factory=dict)
     threads: int | None = None
     """Number of CPU threads of torch; null keeps torch's default."""
     dropped: list[str] = field(default_factory=list)
