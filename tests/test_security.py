@@ -21,7 +21,7 @@ from rich.console import Console
 import realign
 from realign.api import RPC, DataflowGraph
 from realign.cli.commands import main
-from realign.cli.sweep import composed_runs
+from realign.cli.sweep import compose_runs
 from realign.config import ConfigError, build_experiment, compose, resolved_config
 from realign.config.composition import config_of
 from realign.draw import FORMATS
@@ -248,7 +248,7 @@ def test_an_experiment_that_one_run_of_a_sweep_chooses_is_checked_too(tmp_path):
     with pytest.raises(ConfigError, match=r"hydra\.callbacks"):
         compose(["experiment=evil"], tmp_path)
     with pytest.raises(ConfigError, match=r"hydra\.callbacks"):
-        composed_runs(["experiment=harmless,evil"], str(tmp_path))
+        compose_runs(["experiment=harmless,evil"], str(tmp_path))
 
 
 @pytest.mark.parametrize("name", ["os:system", "builtins:eval", "shutil:move", "subprocess:call", "os.path:join"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from realign.cli.sweep import Launcher, SweptRun, launched, sweep_overrides
+from realign.cli.sweep import Launcher, SweptRun, launch_all, sweep_overrides
 from realign.cli.train import Start
 from realign.config.composition import compose_layers
 from realign.config.errors import ConfigError
@@ -54,7 +54,7 @@ def search(words: Sequence[str], config_dir: str | None, start: Start, debug: bo
         sampler=optuna.samplers.TPESampler(seed=settings.seed),
     )
 
-    def launch(launcher: Launcher) -> None:
+    def start_runs(launcher: Launcher) -> None:
         size = launcher.batch or 1  # more at once know fewer results
         for first in range(0, trials, size):
             asked = [study.ask(space) for _ in range(min(size, trials - first))]
@@ -68,7 +68,7 @@ def search(words: Sequence[str], config_dir: str | None, start: Start, debug: bo
                 value = SweptRun.read(folder).best(metric)
                 study.tell(trial, value, None if value is not None else optuna.trial.TrialState.FAIL)
 
-    code = launched(shared, start, debug, launch)
+    code = launch_all(shared, start, debug, start_runs)
     if study.get_trials(states=[optuna.trial.TrialState.COMPLETE]):
         best = study.best_trial
         values = " ".join(f"{key}={value}" for key, value in best.params.items())

@@ -1,35 +1,34 @@
-"""Sweeps: `realign -m <overrides>` starts a run for each combination of values, with a launcher of Hydra.
+"""Sweeps: `realign -m <overrides>` starts a run for each combination of values, here or as jobs of submitit.
 
-All runs are composed first, so that a mistake ends the sweep before its first run. Hydra gets the composed configs, and
-starts the runs in this process, in other processes or as Slurm jobs.
+All runs are composed first, so that a mistake ends the sweep before its first run.
 """
 
 from __future__ import annotations
 
-import copy
 import json
 import shutil
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from realign.cli.arguments import without_names
 from realign.cli.exit_codes import guarded
-from realign.cli.train import Start, build, is_one_of_many
-from realign.config.composition import Composed, compose_layers, parse_sweep, resolve
+from realign.cli.train import Start, build, is_one_of_many, record_launch
+from realign.config.composition import Composed, compose_layers, parse_sweep
 from realign.config.errors import ConfigError
-from realign.config.hydra_settings import all_settings
-from realign.own_files import OwnFiles, replace_text
+from realign.config.hydra_settings import DEFAULT_LAUNCHER, OF_ALL_EXECUTORS, OF_SUBMITIT
+from realign.own_files import make_folder
 from realign.report.compare import counted, mean, named, seed_groups
-from realign.runtime.output_folder import HYDRA
 from realign.runtime.run_report import SUMMARY_JSON
 from realign.safe_yaml import load_yaml
 
@@ -38,7 +37,6 @@ if TYPE_CHECKING:
 
 SLURM = "submitit_slurm"
 UNFINISHED = "not finished"
-MULTIRUN = "multirun.yaml"
 
 
 def sweep(words: Sequence[str], config_dir: str | None, start: Start, debug: bool) -> int:
@@ -56,37 +54,37 @@ def sweep(words: Sequence[str], config_dir: str | None, start: Start, debug: boo
     Raises:
         ConfigError: a run is invalid; names the key.
     """
-    composed, runs = composed_runs(words, config_dir)
+    shared, runs = compose_runs(words, config_dir)
     for run in runs:
         run.resolve()
 
-    def launch(launcher: Launcher) -> None:
+    def start_runs(launcher: Launcher) -> None:
         size = launcher.batch or len(runs)
         for first in range(0, len(runs), size):
             launcher.launch(runs[first : first + size])
 
-    return launched(composed, start, debug, launch)
+    return launch_all(shared, start, debug, start_runs)
 
 
-def launched(composed: Composed, start: Start, debug: bool, launch: Callable[[Launcher], None]) -> int:
-    """Let `launch` start runs that share the overrides of `composed`, print their table, and return the exit code.
+def launch_all(shared: Composed, start: Start, debug: bool, start_runs: Callable[[Launcher], None]) -> int:
+    """Let `start_runs` launch runs that share the overrides of `shared`, print their table, and return the exit code.
 
     Raises:
         ConfigError: the sweep cannot start.
     """
-    _check(composed)
-    launcher = Launcher(composed, start, debug)
+    _check(shared)
+    launcher = Launcher(shared, start, debug)
     try:
-        launch(launcher)
+        start_runs(launcher)
     except SystemExit as stop:
-        return stop.code if isinstance(stop.code, int) else 1
+        return int(stop.code or 0)
     finally:
         if (table := sweep_table(launcher.folders)) is not None:
             Console().print(table)
     return 0
 
 
-def composed_runs(words: Sequence[str], config_dir: str | None) -> tuple[Composed, list[Composed]]:
+def compose_runs(words: Sequence[str], config_dir: str | None) -> tuple[Composed, list[Composed]]:
     """Compose the overrides that all runs of a sweep share, and each run.
 
     Raises:
@@ -157,68 +155,48 @@ def _check(composed: Composed) -> None:
         )
 
 
-@dataclass
-class _Jobs:
-    """The part of Hydra's `ConfigLoader` and callbacks that its launchers use. Launchers may pickle it."""
+@dataclass(frozen=True)
+class _Job:
+    """A run of a sweep, in this process or in one that submitit starts."""
 
-    configs: dict[tuple[str, ...], DictConfig]
+    run: Composed
+    folder: str
+    start: Start
+    debug: bool
+    again: bool = False
 
-    def load_sweep_config(self, master_config: DictConfig, sweep_overrides: Sequence[str]) -> DictConfig:
-        """Return the config of a run, with the time of the sweep in its folder."""
-        config = copy.deepcopy(self.configs[tuple(sweep_overrides)])
-        # The cache has the time that `${now:...}` stands for, so all runs of a sweep are in one folder.
-        OmegaConf.copy_cache(from_config=master_config, to_config=config)
-        return config
+    def __call__(self) -> int:
+        """Execute the run, and return its exit code."""
+        config = self.run.resolve()
+        config.output_dir = self.folder  # each run of a sweep has a separate folder
+        if self.again:
+            config.resume = "auto"
+        checked = partial(record_launch, self.run, self.folder)
+        return guarded(lambda: self.start(config, build(config), checked), self.debug)
 
-    def on_job_start(self, **_: Any) -> None:
-        """Do nothing."""
+    def checkpoint(self) -> Any:
+        """Return what submitit starts again after the time limit of a job (`max_num_timeout`)."""
+        import submitit
 
-    def on_job_end(self, **_: Any) -> None:
-        """Do nothing."""
+        return submitit.helpers.DelayedSubmission(replace(self, again=True))
 
 
 class Launcher:
-    """Starts runs of a sweep with a launcher of Hydra."""
+    """Starts runs of a sweep."""
 
-    def __init__(self, composed: Composed, start: Start, debug: bool) -> None:
-        """Prepare the folder of the sweep; the arguments are those of `launched`."""
-        from hydra.core.plugins import Plugins
-        from hydra.types import HydraContext
-
-        self._started: list[Path] = []
-        self._done: list[Path] = []
-        self._jobs = _Jobs({})
-        self._config = _with_all(composed, all_settings(composed.launcher))
-        started = self._started
-
-        def job(config: DictConfig) -> None:
-            from hydra.core.hydra_config import HydraConfig
-
-            tree = OmegaConf.to_container(config, resolve=False)
-            assert isinstance(tree, dict)
-            resolved = resolve({str(key): value for key, value in tree.items()})
-            resolved.output_dir = HydraConfig.get().runtime.output_dir  # each run of a sweep has a separate folder
-            started.append(Path(resolved.output_dir))
-            OwnFiles(started[-1]).adopt(*HYDRA)  # Hydra has just written them
-            if code := guarded(lambda: start(resolved, build(resolved), lambda: None), debug):
-                raise SystemExit(code)  # Hydra would note an Exception, and start the next run
-
-        context = HydraContext(self._jobs, self._jobs)
-        self._launcher = Plugins.instance().instantiate_launcher(context, job, self._config)
-        folder = Path(str(self._config.hydra.sweep.dir))
-        OwnFiles(folder).claim(MULTIRUN)
-        replace_text(folder / MULTIRUN, OmegaConf.to_yaml(self._config))
+    def __init__(self, shared: Composed, start: Start, debug: bool) -> None:
+        """Choose the folder of the sweep; the arguments are those of `launch_all`."""
+        self.folders: list[Path] = []
+        """Folders of the runs so far."""
+        self._shared, self._start, self._debug = shared, start, debug
+        self._config = shared.with_hydra()
+        self._folder = Path(str(self._config.hydra.sweep.dir)).absolute()
 
     @property
     def batch(self) -> int | None:
         """Number of runs to launch at once; None if the config leaves it open."""
-        size: int | None = self._config.hydra.sweeper.max_batch_size
+        size: int | None = self._shared.hydra.get("sweeper", {}).get("max_batch_size")
         return size
-
-    @property
-    def folders(self) -> list[Path]:
-        """Folders of the runs so far."""
-        return self._started or self._done  # a launcher may have started the runs in other processes
 
     def launch(self, runs: Sequence[Composed]) -> list[Path]:
         """Start runs, wait for them, and return their folders.
@@ -226,24 +204,51 @@ class Launcher:
         Raises:
             SystemExit: a run failed, with its exit code.
         """
-        self._jobs.configs |= {_words(run): _with_all(run, self._config.hydra) for run in runs}
-        folders = []
-        for done in self._launcher.launch([_words(run) for run in runs], initial_job_idx=len(self._done)):
-            _ = done.return_value  # raises the exception of a failed run
-            folders.append(Path(done.hydra_cfg.hydra.runtime.output_dir))
-        self._done += folders
+        folders = [self._folder_of(run, len(self.folders) + i) for i, run in enumerate(runs)]
+        jobs = [_Job(run, str(folder), self._start, self._debug) for run, folder in zip(runs, folders, strict=True)]
+        if self._shared.launcher == DEFAULT_LAUNCHER:
+            for job in jobs:
+                self.folders.append(Path(job.folder))
+                if code := job():
+                    raise SystemExit(code)
+        else:
+            self.folders += folders
+            self._submit(jobs)
         return folders
 
+    def _folder_of(self, run: Composed, number: int) -> Path:
+        config = run.with_hydra()
+        # the time that `${now:...}` stands for, so that it is the same in the folders of all runs
+        OmegaConf.copy_cache(from_config=self._config, to_config=config)
+        config.hydra.job.num = number
+        return self._folder / str(config.hydra.sweep.subdir)
 
-def _with_all(composed: Composed, hydra: DictConfig) -> DictConfig:
-    """Return a config with all settings of Hydra."""
-    config = composed.with_hydra()
-    config.hydra = OmegaConf.merge(hydra, config.hydra)
-    return config
+    def _submit(self, jobs: Sequence[_Job]) -> None:
+        """Run jobs with submitit, and wait for all of them."""
+        try:
+            import submitit
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                f"hydra/launcher={self._shared.launcher} needs {error.name}. Run pip install 'realign-rl[slurm]'."
+            ) from error
 
-
-def _words(run: Composed) -> tuple[str, ...]:
-    return tuple(run.hydra["overrides"]["task"])
+        cluster = self._shared.launcher.removeprefix("submitit_")
+        given = {**OF_SUBMITIT[self._shared.launcher], **self._shared.hydra.get("launcher", {})}
+        settings = {key if key in OF_ALL_EXECUTORS else f"{cluster}_{key}": x for key, x in given.items()}
+        retries = {key: settings.pop(key) for key in ("slurm_max_num_timeout",) if key in settings}
+        make_folder(self._folder)
+        executor = submitit.AutoExecutor(self._folder / ".submitit" / "%j", cluster, **retries)
+        executor.update_parameters(**settings)
+        with executor.batch():
+            submitted = [executor.submit(job) for job in jobs]
+        codes = []
+        for number, job in enumerate(submitted):
+            codes.append(job.result())  # raises the error of submitit for a job without a result
+            if codes[-1]:
+                last = ((job.stderr() or "").strip().splitlines() or ["see its log"])[-1]
+                sys.stderr.write(f"{jobs[number].folder}: exit code {codes[-1]}: {last}\n")
+        if code := next(filter(None, codes), 0):
+            raise SystemExit(code)
 
 
 @dataclass(frozen=True)

@@ -53,10 +53,10 @@ def train(args: argparse.Namespace, words: list[str], start: Start) -> int:
     config = composed.resolve()
     experiment = build(config)
     with raise_on_signals():
-        return start(config, experiment, partial(_recorded, composed, config.output_dir))
+        return start(config, experiment, partial(record_launch, composed, config.output_dir))
 
 
-def _recorded(composed: Composed, output_dir: str) -> None:
+def record_launch(composed: Composed, output_dir: str) -> None:
     """Record the config, and configure the logs like Hydra."""
     record(composed, output_dir)
     # Without force, this does nothing if an imported library has added a handler.
@@ -88,7 +88,6 @@ def _show(composed: Composed, args: argparse.Namespace) -> None:
     """Print the config (`--cfg`), or the files that it consists of (`--info`)."""
     from omegaconf import OmegaConf
 
-    from realign.config.hydra_settings import all_settings
     from realign.config.secret_variables import without_secrets
 
     if args.info:
@@ -97,9 +96,6 @@ def _show(composed: Composed, args: argparse.Namespace) -> None:
         print(f"Files, the lowest layer first:\n{files}\nDiscarded keys:{dropped or ' none'}")
         return
     shown = composed.with_hydra()
-    if args.cfg != "job":
-        shown.hydra = OmegaConf.merge(all_settings(composed.launcher), shown.hydra)
-        del shown.hydra["help"], shown.hydra["hydra_help"]  # long templates of Hydra's own help, which realign replaces
     for key in {"job": ["hydra"], "hydra": list(composed.tree), "all": []}[args.cfg]:
         del shown[key]
     with without_secrets():

@@ -1,8 +1,7 @@
-"""The settings of Hydra that a config may change: output folders, resources of a launcher, and parameters of a sweep.
+"""The node `hydra` of a config: folders of a run and of a sweep, resources of jobs, and parameters of a sweep.
 
-Hydra calls the callbacks, launchers, sweepers and log handlers that its node names, writes to the files that log
-handlers name, and sets environment variables. Another user's config must not reach these. So every other setting raises
-an error, in files and on the command line, before Hydra sees it.
+realign uses Hydra's names, but not Hydra: it calls nothing that the node names. Values go into the script of a job, so
+they are plain. Every other setting of Hydra is an error.
 """
 
 from __future__ import annotations
@@ -10,19 +9,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from realign.config.errors import ConfigError
-from realign.config.files import LAUNCHER
 
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
-
-HYDRA_VERSION = "1.3"
-"""Compatibility version of Hydra (`version_base`)."""
 DEFAULT_LAUNCHER = "basic"
-LOGS = "stdout"
-"""Hydra's configuration of logs. A run writes realign.log itself."""
 DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "run": {"dir": "${output_dir}"},
@@ -32,17 +23,25 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 )
 """Settings of realign."""
 
-_LOCAL = (
+OF_ALL_EXECUTORS = (
     *("timeout_min", "cpus_per_task", "gpus_per_node", "tasks_per_node", "mem_gb", "nodes", "name", "stderr_to_stdout"),
 )
+"""Settings of jobs that every executor of submitit has."""
 _SLURM = (
     *("partition", "qos", "comment", "constraint", "exclude", "gres", "cpus_per_gpu", "gpus_per_task", "mem_per_gpu"),
     *("mem_per_cpu", "account", "signal_delay_s", "max_num_timeout", "array_parallelism"),
 )
 LAUNCHERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {DEFAULT_LAUNCHER: (), "submitit_local": _LOCAL, "submitit_slurm": (*_LOCAL, *_SLURM)}
+    {DEFAULT_LAUNCHER: (), "submitit_local": OF_ALL_EXECUTORS, "submitit_slurm": (*OF_ALL_EXECUTORS, *_SLURM)}
 )
-"""Launchers that may start the runs of a sweep: name -> settings that request resources."""
+"""What may start the runs of a sweep: name -> settings that request resources. Not `setup` and others that run code."""
+OF_SUBMITIT: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "submitit_local": {"name": "realign", "timeout_min": 60},
+        "submitit_slurm": {"name": "realign", "timeout_min": 60, "signal_delay_s": 120, "max_num_timeout": 0},
+    }
+)
+"""Their defaults, where they are not those of submitit."""
 
 _OWN = re.compile(r"\$\{(output_dir|name|now:[^{}]*|hydra\.(job|runtime|sweep)\.[\w./]+)\}")
 """Interpolations that a folder may contain."""
@@ -150,19 +149,6 @@ def check_settings(node: Any, launcher: str) -> None:
             raise ConfigError(f"{key}={_shown(value)}: a config cannot change this setting of Hydra. {hint}")
         if not rule.valid(value):
             raise ConfigError(f"{key}={_shown(value)}: this value is not allowed. Expected {rule.expected}.")
-
-
-def all_settings(launcher: str) -> DictConfig:
-    """Return Hydra's settings with their defaults, for its launchers and `--cfg hydra`."""
-    from hydra import compose, initialize
-    from omegaconf import OmegaConf
-
-    choices = [f"{LAUNCHER}={launcher}", f"hydra/job_logging={LOGS}"]
-    with initialize(config_path=None, job_name="realign", version_base=HYDRA_VERSION):
-        settings = compose(overrides=choices, return_hydra_config=True).hydra
-    # Callers merge realign's own values into the node and delete templates from it, which a struct refuses.
-    OmegaConf.set_struct(settings, False)
-    return settings
 
 
 def _settings(node: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:

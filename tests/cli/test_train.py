@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from realign.cli.train import _recorded
+from realign.cli.train import record_launch
 from realign.config.files import experiments_dir
 from tests.config_parts import write_experiment
 
@@ -47,7 +47,7 @@ def test_a_run_logs_no_line_for_each_request_of_its_agents_unless_asked(monkeypa
     client = logging.getLogger("httpx")
     before = client.level
     try:
-        _recorded(SimpleNamespace(hydra={"verbose": verbose}), "runs/x")
+        record_launch(SimpleNamespace(hydra={"verbose": verbose}), "runs/x")
         assert client.level == level
     finally:
         client.setLevel(before)
