@@ -35,9 +35,10 @@ from realign.cli.exit_codes import plain_warnings
 from realign.cli.export import Export, model_or_run
 from realign.cli.train import build, console, is_one_of_many, record, run_alone
 from realign.config.aliases import translate
+from realign.config.classes import import_path
 from realign.config.command_line import prepare, quoted_text
 from realign.config.composition import Composed, compose_layers
-from realign.config.construct import fill, import_path
+from realign.config.construct import fill
 from realign.config.errors import suggest
 from realign.config.experiment import as_node
 from realign.config.trees import get, merge

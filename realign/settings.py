@@ -91,6 +91,9 @@ class Settings:
             its value and the valid values.
     """
 
+    by_word: ClassVar[bool] = True
+    """Whether a config may choose the class by its name, where a field takes its base class."""
+
     def __post_init__(self) -> None:
         if not is_dataclass(self):
             return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import numpy as np
 
@@ -54,6 +54,8 @@ class MicroBatchSpec(MicroBatchLimits):
     Raises:
         SettingsError: an attribute is out of range. The message names it.
     """
+
+    by_word: ClassVar[bool] = False  # a config sets the limits only
 
     max_tokens_per_microbatch: Count | None = None
     whole_groups: bool = field(default=False, repr=False)

@@ -1,7 +1,7 @@
 """Shell completion: commands, options, experiments, config keys, and words.
 
 The shell calls `realign --complete LINE` at every press of the tab key, so this module imports neither torch nor Hydra.
-Keys and words come from the source code of the components that the experiment names, see `realign.config.inspection`.
+Keys and words come from `realign.config.index`, so those of your own classes are not among them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from realign.config.aliases import names
 from realign.config.errors import ConfigError
 from realign.config.files import GROUPS, experiments_dir, file_values
 from realign.config.help import Entry, entries_of, section_of
-from realign.config.inspection import class_at
+from realign.config.index import class_at, indexed
 from realign.config.places import ROOTS, place_of
 from realign.config.words import choices
 
@@ -94,8 +94,8 @@ def completions(line: str) -> list[str]:
 
 def _options_of(command: str, word: str) -> list[str]:
     """Return the completions of an option of a command, or of its value."""
-    definition = class_at(COMMANDS[command].settings)
-    entries = entries_of(definition) if definition is not None else ()
+    cls = class_at(COMMANDS[command].settings)
+    entries = entries_of(cls) if cls is not None else ()
     key, equals, value = word.partition("=")
     if not equals:
         return _starting(word, (f"{command}.{entry.key}=" for entry in entries))
@@ -124,7 +124,7 @@ def _keys(prefix: str, before: list[str], folder: Path | None, *, takes_value: b
         yield from (f"{group}=" for group in GROUPS if takes_value)
         if prefix:  # only when typed, since there are many
             yield from (f"{name}=" for name in names() if takes_value)
-    for entry in section_of(path, _config(before, folder) if path else {}, None, class_at).entries:
+    for entry in section_of(path, _config(before, folder) if path else {}, None, indexed).entries:
         yield f"{entry.key}." if entry.component else f"{entry.key}{ending}"
         if path and entry.component and takes_value and entry.choices:
             yield f"{entry.key}="
@@ -137,8 +137,8 @@ def _values(key: str, before: list[str], folder: Path | None) -> list[str]:
         return _group(key, folder)
     path = tuple(key.split("."))
     if path[0] in ROOTS and ROOTS[path[0]].per_role and len(path) == 2:  # the role may be new
-        return [*choices(place_of(path).declared[0]), "null"]
-    return _words(section_of(path, _config(before, folder), None, class_at).own)
+        return [*choices(place_of(path).field.types), "null"]
+    return _words(section_of(path, _config(before, folder), None, indexed).own)
 
 
 def _words(entry: Entry | None) -> list[str]:

@@ -21,7 +21,7 @@ from realign.config.allocation import allocation_answer
 from realign.config.errors import ConfigError, joined
 from realign.config.experiment import ExperimentConfig, has_experiment
 from realign.config.files import GROUPS
-from realign.config.inspection import class_at, fields_of
+from realign.config.index import class_at
 from realign.config.places import ROOTS
 from realign.config.trees import get
 from realign.config.words import TARGET, is_word
@@ -367,7 +367,7 @@ def _has(root: str, node: Mapping[str, Any], names: Sequence[str]) -> bool:
         return below is not None  # without an optimizer, the model is frozen
     default = ROOTS[root].default if root in ROOTS else None
     cls = class_at(str(node.get(TARGET, default)))
-    return cls is not None and names[0] in fields_of(cls) and not is_word(below)
+    return cls is not None and names[0] in cls.fields and not is_word(below)
 
 
 def _follows(node: Mapping[str, Any], names: Sequence[str]) -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from realign.config.errors import ConfigError
@@ -81,11 +80,8 @@ def with_file(word: str) -> str:
     return f"{key}={','.join(map(quoted_text, files))}"
 
 
-@dataclass(frozen=True)
-class Word:
+class Word(str):
     """A word that selects the class of a component whose fields are also set."""
-
-    text: str
 
 
 def as_layer(overrides: Sequence[Override], present: dict[str, Any]) -> tuple[dict[str, Any], list[Path]]:
@@ -111,16 +107,16 @@ def as_layer(overrides: Sequence[Override], present: dict[str, Any]) -> tuple[di
     return tree, deleted
 
 
-def rewritten(overrides: Sequence[Override], targets: Mapping[Path, str]) -> Iterator[tuple[Override, str, Any]]:
-    """Yield each override with its key and value, where words that select a class are `_target_`."""
+def rewritten(overrides: Sequence[Override], fitted: Mapping[str, Any]) -> Iterator[tuple[Override, str, Any]]:
+    """Yield each override with its key and value. Words that are mappings in `fitted` are `_target_`."""
     for override in overrides:
         key, value = override.key_or_group, override.value()
         if _is_ours(override) and not override.is_delete():
-            path = tuple(key.split("."))
-            if is_word(value) and path in targets:
-                key, value = f"{key}.{TARGET}", targets[path]
-            elif isinstance(value, dict):
-                value = _rewritten(value, path, targets)
+            node = get(fitted, tuple(key.split(".")))
+            if is_word(value) and isinstance(node, dict):
+                key, value = f"{key}.{TARGET}", node[TARGET]
+            else:
+                value = _rewritten(value, node)
         yield override, key, value
 
 
@@ -147,8 +143,7 @@ def _put(tree: dict[str, Any], path: Path, value: Any) -> None:
     name = path[-1]
     below = tree.get(name)
     if name == TARGET and below is not None and isinstance(below, Word) != isinstance(value, Word):
-        chosen = [item.text if isinstance(item, Word) else item for item in (below, value)]
-        raise ConfigError(f"{chosen[0]} and {chosen[1]} are chosen for the same component; remove one of them")
+        raise ConfigError(f"{below} and {value} are chosen for the same component; remove one of them")
     if not isinstance(value, dict):
         if isinstance(below, dict) and is_word(value):
             _put(below, (TARGET,), Word(value))
@@ -163,11 +158,9 @@ def _put(tree: dict[str, Any], path: Path, value: Any) -> None:
         _put(tree[name], (str(key),), item)
 
 
-def _rewritten(value: dict[Any, Any], path: Path, targets: Mapping[Path, str]) -> dict[Any, Any]:
-    rewritten_value = {}
-    for key, item in value.items():
-        inner = (*path, str(key))
-        if isinstance(item, dict):
-            item = _rewritten(item, inner, targets)
-        rewritten_value[key] = {TARGET: targets[inner]} if is_word(item) and inner in targets else item
-    return rewritten_value
+def _rewritten(value: Any, fitted: Any) -> Any:
+    if is_word(value) and isinstance(fitted, dict):
+        return {TARGET: fitted[TARGET]}
+    if isinstance(value, dict) and isinstance(fitted, dict):
+        return {key: _rewritten(item, fitted.get(key)) for key, item in value.items()}
+    return value

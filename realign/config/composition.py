@@ -38,7 +38,7 @@ from realign.config.keys import meant_keys
 from realign.config.layers import Layers
 from realign.config.places import ROOTS
 from realign.config.secret_variables import check_no_secrets, without_secrets
-from realign.config.trees import get, has, leaves, merge
+from realign.config.trees import get, leaves, merge
 from realign.config.words import NONE
 
 if TYPE_CHECKING:
@@ -218,14 +218,11 @@ def _applied(below: _FileLayers, overrides: Sequence[Override]) -> tuple[DictCon
     # A copy, since `again` applies other command lines to the layers of the same files.
     layers = copy.deepcopy(below.layers)
     upper, deleted = as_layer(overrides, layers.tree)
-    targets = layers.add_command_line(upper, deleted)
-    config = OmegaConf.create(layers.tree)
-    for override, key, value in rewritten(overrides, targets):
-        path = tuple(key.split("."))
-        if override.is_delete() and not has(layers.tree, path) and has(below.layers.tree, path):
-            continue  # a word for the component has discarded the key
+    fitted = layers.add_command_line(upper, deleted)
+    config, files = OmegaConf.create(layers.tree), OmegaConf.create(below.layers.tree)
+    for override, key, value in rewritten(overrides, fitted):
         try:
-            _apply(config, override, key, value)
+            _apply(config, override, key, value, files)
         except OmegaConfBaseException as error:
             raise ConfigError(explain(error)) from error
         except (AttributeError, AssertionError, TypeError, ValueError, RecursionError) as error:
@@ -239,23 +236,29 @@ def _applied(below: _FileLayers, overrides: Sequence[Override]) -> tuple[DictCon
     keys = (override.key_or_group for override in overrides)
     # For these keys, and only these, `build_experiment` turns a setting without effect into an error. A mapping counts
     # by its leaves.
-    typed = {*(".".join(path) for path, _ in leaves(upper, ())), *(key for key in keys if _root(key) not in COMPONENTS)}
+    set_leaves = (".".join(path) for path, _ in leaves(fitted, ()))
+    typed = {*set_leaves, *(key for key in keys if _root(key) not in COMPONENTS)}
     report = {"dropped": layers.dropped(plain), "presets": layers.of_presets(typed), "typed": sorted(typed)}
     return config, {**plain, **report}
 
 
-def _apply(config: DictConfig, override: Override, key: str, value: Any) -> None:
-    """Apply one override: `key=value`, `+key=value` for a new key, `++key=value` for both, `~key` to delete it."""
+def _apply(config: DictConfig, override: Override, key: str, value: Any, files: DictConfig) -> None:
+    """Apply one override: `key=value`, `+key=value` for a new key, `++key=value` for both, `~key` to delete it.
+
+    `config` lacks the keys of the files that an override deletes.
+    """
     if override.package is not None:
         raise ConfigError(f"{override.input_line}: a key has no @. Only a file has a package.")
     if override.is_delete():
-        present = OmegaConf.select(config, key, throw_on_missing=False)
+        typed = OmegaConf.select(config, key, throw_on_missing=False)
+        present = OmegaConf.select(files, key, throw_on_missing=False) if typed is None else typed
         if present is None:
             raise ConfigError(f"~{key}: {key} is not set. `realign --cfg job` shows the keys that are set.")
         if value is not None and value != present:
             raise ConfigError(f"~{key}={value}: {key} is {present}. Remove the value, or correct it.")
         parent, _, name = key.rpartition(".")
-        del (OmegaConf.select(config, parent) if parent else config)[name]
+        if typed is not None:
+            del (OmegaConf.select(config, parent) if parent else config)[name]
         return
     root, _, rest = key.partition(".")
     if not rest:

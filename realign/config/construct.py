@@ -23,9 +23,18 @@ from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from realign.config.classes import described, types_of
 from realign.config.errors import ConfigError, joined, listed, one_line, suggest, switched_off, unknown_key
-from realign.config.inspection import Type, class_at
-from realign.config.words import NONE, TARGET, choices, class_of_word, component_bases, is_word, words_of
+from realign.config.words import (
+    NONE,
+    TARGET,
+    choices,
+    class_of_word,
+    component_bases,
+    is_word,
+    of_sibling,
+    words_of,
+)
 from realign.errors import GraphError, NoEffectError, SettingsError
 from realign.settings import AcceptsForeign, StandIn, choices_of, default_of
 
@@ -231,7 +240,7 @@ def convert(raw: Any, annotation: Any, where: str, default: Any = None) -> Any:
         raise ConfigError(f"{where} is missing: give it a value ({type_name(annotation)})")
     origin, arguments = get_origin(annotation), get_args(annotation)
     # Words come before unions, since all members of a union share them: the class of a word decides which one is meant.
-    if isinstance(raw, str) and annotation not in LEAVES and component_bases(accepted := members_of(annotation)):
+    if isinstance(raw, str) and annotation not in LEAVES and component_bases(accepted := types_of(annotation)):
         if raw == NONE and type(None) in arguments:
             return None
         if raw.isidentifier() and (cls := class_of_word(raw, accepted, where)) is not None:
@@ -245,7 +254,7 @@ def convert(raw: Any, annotation: Any, where: str, default: Any = None) -> Any:
     if annotation is Any or annotation is object:
         return _plain(raw, where)
     if raw is None and annotation is not type(None):
-        valid = listed(words) if len(words := choices(members_of(annotation))) > 1 else ""
+        valid = listed(words) if len(words := choices(types_of(annotation))) > 1 else ""
         raise ConfigError(f"{where} must not be null; expected {type_name(annotation)}{valid}{switched_off(where)}")
     if origin is Literal:
         return _choice(raw, {str(a): a for a in arguments}, where)
@@ -314,20 +323,6 @@ def _list(raw: Any, kind: Any, arguments: tuple[Any, ...], where: str) -> Any:
     kinds = arguments if fixed else (arguments[:1] or (Any,)) * len(raw)
     values = [_member(value, kinds[i], f"{where}[{i}]") for i, value in enumerate(raw)]
     return tuple(values) if kind is tuple else values
-
-
-def members_of(annotation: Any) -> tuple[Type, ...]:
-    """Return the members of an annotation as its source would be read, for words."""
-    union = get_origin(annotation) in (Union, types.UnionType)
-    return tuple(
-        Type("None") if member is type(None) else Type(getattr(member, "__name__", ""), class_at(import_path(member)))
-        for member in (get_args(annotation) if union else (annotation,))
-    )
-
-
-def import_path(cls: Any) -> str:
-    """Return the `_target_` of a class; empty for another type."""
-    return f"{cls.__module__}.{cls.__qualname__}" if inspect.isclass(cls) else ""
 
 
 def type_name(annotation: Any) -> str:
@@ -462,8 +457,8 @@ def build(node: Any, kind: Any, where: str) -> Any:
 
 def _shipped(kind: Any) -> Iterator[str]:
     """Yield the import paths of the shipped components of a kind. Nothing is read until a message needs one."""
-    for base in component_bases(members_of(kind)):
-        yield from (variant.path for variant in words_of(base).values())
+    for base in component_bases(types_of(kind)):
+        yield from (cls.path for classes in words_of(base).values() for cls in classes)
 
 
 def with_import_path(node: Any, kind: Any, where: str) -> Any:
@@ -471,7 +466,7 @@ def with_import_path(node: Any, kind: Any, where: str) -> Any:
     word = node.get(TARGET) if isinstance(node, Mapping) else None
     if not is_word(word) or not word.islower():  # a name such as Gspo is a class without its module
         return node
-    cls = class_of_word(word, members_of(kind), where)
+    cls = class_of_word(word, types_of(kind), where)
     return node if cls is None else {**node, TARGET: cls.path}
 
 
@@ -541,30 +536,6 @@ def _component(raw: Mapping[Any, Any], annotation: Any, where: str, default: Any
     return None
 
 
-def of_sibling(made: Any, key: str) -> str:
-    """Return the message about an unknown key that other choices for the same component have; empty if none has."""
-    name = key.rpartition(".")[2]
-    bases = [base for base in made.__mro__[1:] if inspect.isabstract(base)] if inspect.isclass(made) else []
-    having = {
-        choice.__qualname__: None
-        for base in bases
-        for choice in _choices(base)
-        if choice.__module__ == base.__module__ and name in getattr(choice, "__dataclass_fields__", {})
-    }
-    if not having:
-        return ""
-    return f"unknown key {key!r}: it is a setting of {' and '.join(having)}, not of {made.__qualname__}"
-
-
-def _choices(base: type) -> Iterator[type]:
-    """Yield the classes derived from `base` that can be constructed."""
-    derived: list[type] = base.__subclasses__()
-    for cls in derived:
-        if not inspect.isabstract(cls):
-            yield cls
-        yield from _choices(cls)
-
-
 def _target(node: Any, where: str, expected: str, known: Iterable[str], fits: Fits) -> Any:
     if not isinstance(node, Mapping):
         raise ConfigError(
@@ -622,7 +593,8 @@ def _construct(make: Callable[..., T], parameters: list[_Parameter], raw: Mappin
     known = [p.name for p in parameters]
     unknown = [f"{prefix}{name}" for name in raw if name not in known]
     if unknown:
-        raise ConfigError(joined(of_sibling(make, key) or unknown_key(key, known) for key in unknown))
+        cls = described(make)
+        raise ConfigError(joined((cls and of_sibling(cls, key)) or unknown_key(key, known) for key in unknown))
     values = {}
     for p in parameters:
         # Also for a field that is set: a mapping without `_target_` changes fields of the default.

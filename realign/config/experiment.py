@@ -19,6 +19,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, get_args
 
+from realign.config.classes import import_path
 from realign.config.construct import (
     INTERFACES,
     annotations_of,
@@ -26,15 +27,13 @@ from realign.config.construct import (
     build_graph,
     convert,
     fill,
-    import_path,
     import_target,
-    of_sibling,
     with_import_path,
 )
 from realign.config.errors import ConfigError, joined, not_a_component, suggest, unknown_key
 from realign.config.places import ROOTS, Place, place_of
 from realign.config.trees import has, remove
-from realign.config.words import TARGET
+from realign.config.words import TARGET, of_sibling
 from realign.errors import NoEffectError, SettingsError
 from realign.run_settings import RunSettings
 from realign.settings import Count, default_of
@@ -115,10 +114,8 @@ def _unknown_below(place: Place, node: Any) -> Iterator[str]:
         if name in known:
             yield from _unknown_below(place.child(name, target), value)
         elif name != TARGET:
-            key = f"{place.key}.{name}"
-            chosen = place.chosen(target)
-            cls = import_target(chosen.path, place.key) if chosen is not None else None
-            yield of_sibling(cls, key) or place.of_related(name, target) or unknown_key(key, known)
+            key, cls = f"{place.key}.{name}", place.chosen(target)
+            yield (cls and of_sibling(cls, key)) or place.of_related(name, target) or unknown_key(key, known)
 
 
 def build_experiment(config: ExperimentConfig) -> Experiment:

@@ -9,27 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from realign.config.aliases import described, index
+from realign.config.classes import Class, Field, Type, first_paragraph, first_sentence
 from realign.config.errors import ConfigError, suggest, unknown_key
 from realign.config.experiment import REPORT
 from realign.config.files import file_values, list_experiments
-from realign.config.inspection import (
-    MISSING,
-    Component,
-    Definition,
-    Field,
-    Member,
-    Type,
-    Unknown,
-    default_of,
-    docstring,
-    fields_of,
-    first_sentence,
-    is_enum,
-    types_of,
-)
+from realign.config.index import Find, class_at
 from realign.config.keys import FIRST, component_at, find_keys, meant_keys, stepped
-from realign.config.places import ROOTS, Find, Place, declared_by, imported_class_at, schema
-from realign.config.trees import get
+from realign.config.places import ROOTS, Place, schema
+from realign.config.trees import MISSING, get
 from realign.config.words import TARGET, choices, is_component, snake_case
 
 NUMBERS = frozenset({"int", "float", "bool", "str", "None"})
@@ -111,11 +98,11 @@ def section(key: str, overrides: Sequence[str] = (), config_dir: Path | None = N
 
 def root_keys() -> list[str]:
     """Return the root keys of the config."""
-    return [name for name in fields_of(schema()) if name not in REPORT]
+    return [name for name in schema().fields if name not in REPORT]
 
 
 def section_of(
-    path: tuple[str, ...], config: Mapping[str, Any], experiment: str | None, find: Find = imported_class_at
+    path: tuple[str, ...], config: Mapping[str, Any], experiment: str | None, find: Find = class_at
 ) -> Section:
     """Describe a key in a config.
 
@@ -130,7 +117,7 @@ def section_of(
     """
     if not path:
         entries = tuple(_root_entry(name, config) for name in root_keys())
-        return Section("", "", first_paragraph(schema()), entries, None, experiment)
+        return Section("", "", first_paragraph(schema().text), entries, None, experiment)
     if path[0] not in root_keys():
         raise ConfigError(unknown_key(path[0], root_keys()))
     own, is_component = _root_entry(path[0], config), path[0] in ROOTS
@@ -149,41 +136,38 @@ def section_of(
         known = place.fields(target)
         if known is None or path[depth] not in known:
             raise ConfigError(unknown_key(".".join(path[: depth + 1]), known or ()))
-        entry = _field_entry(place, target, known[path[depth]], config)
+        entry = _field_entry(place, target, path[depth], config)
         place, target = stepped(place, target, path[depth], config)
-    definition = place.chosen(target)
-    fields = place.fields(target) or {}
-    entries = tuple(_field_entry(place, target, below, config) for below in fields.values())
-    name = definition.name if definition is not None and entries else ""
+    cls = place.chosen(target)
+    entries = tuple(_field_entry(place, target, name, config) for name in (cls.fields if cls is not None else ()))
+    name = cls.name if cls is not None and entries else ""
     # A key that also accepts text is described by its own text.
     alone = entry is not None and (not entries or "text" in entry.type.split(" | "))
-    text = entry.text if entry is not None and alone else (first_paragraph(definition) if definition else "")
+    text = entry.text if entry is not None and alone else (first_paragraph(cls.text) if cls else "")
     return Section(".".join(path), name, text or own.text, entries, entry, experiment)
 
 
 def _role_entry(path: tuple[str, str], config: Mapping[str, Any], find: Find) -> Entry:
     place, target = component_at(path, config, find)
-    definition = place.chosen(target)
-    name = "component" if definition is None else definition.name
-    text = "" if definition is None else first_sentence(docstring(definition))
+    cls = place.chosen(target)
+    name, text = ("component", "") if cls is None else (cls.name, first_sentence(cls.text))
     return Entry(".".join(path), name, None, "", text, component=True)
 
 
-def _field_entry(place: Place, target: Any, own: Field, config: Mapping[str, Any]) -> Entry:
+def _field_entry(place: Place, target: Any, name: str, config: Mapping[str, Any]) -> Entry:
     """Describe a field of the component at a place."""
-    return _entry(place.child(own.name, target), own.text, config)
+    child = place.child(name, target)
+    return _entry(child.key, child.field, config)
 
 
-def _entry(place: Place, text: str, config: Mapping[str, Any]) -> Entry:
-    types, default = place.declared
-    given = get(config, tuple(place.key.split(".")), MISSING)
-    return entry_of(place.key, types, default, text, MISSING if given == default else given)
+def _entry(key: str, field: Field, config: Mapping[str, Any]) -> Entry:
+    given = get(config, tuple(key.split(".")), MISSING)
+    return entry_of(key, field, MISSING if given == field.default and not field.required else given)
 
 
 def _root_entry(name: str, config: Mapping[str, Any]) -> Entry:
     """Describe a root key."""
-    own = fields_of(schema())[name]
-    entry = _entry(Place(name, lambda: declared_by(own)), own.text, config)
+    entry = _entry(name, schema().fields[name], config)
     if name in ROOTS:
         kind = "mapping of names to components" if ROOTS[name].per_role else "component"
         return replace(entry, type=kind, component=True, default="none")
@@ -201,36 +185,32 @@ def _meant(keys: Sequence[str]) -> str:
 # --- one key ---
 
 
-def entries_of(definition: Definition) -> tuple[Entry, ...]:
+def entries_of(cls: Class) -> tuple[Entry, ...]:
     """Describe the fields of a class, with their names as keys."""
-    fields = fields_of(definition).values()
-    return tuple(entry_of(f.name, types_of(f.annotation, f.module), default_of(f), f.text) for f in fields)
+    return tuple(entry_of(field.name, field) for field in cls.fields.values())
 
 
-def entry_of(key: str, types: tuple[Type, ...], default: Any, text: str, given: Any = MISSING) -> Entry:
+def entry_of(key: str, field: Field, given: Any = MISSING) -> Entry:
     """Describe a key from its field.
 
     Args:
         key: Full key, or the name of a field.
-        types: Members of the annotation of the field.
-        default: Default; `MISSING` if the key must be set.
-        text: Meaning.
+        field: The field.
         given: Value in the config of a run; `MISSING` if there is none.
     """
     value = None if given is MISSING or given == "???" or isinstance(given, Mapping) else value_text(given)
     if isinstance(given, Mapping) and TARGET in given:
         value = snake_case(str(given[TARGET]).rpartition(".")[2])
-    optional = "None" in [member.name for member in types]
-    written = value_text(None if default is MISSING else default)
+    optional = "None" in [member.name for member in field.types]
     return Entry(
         key,
-        type_text(types),
-        None if default is MISSING and not optional else written,
-        " or ".join(str(member.range) for member in types if member.range is not None),
-        text,
-        choices(types),
+        type_text(field.types),
+        None if field.required and not optional else value_text(field.default),
+        " or ".join(member.range for member in field.types if member.range),
+        field.text,
+        choices(field.types),
         value,
-        any(map(is_component, types)),
+        any(map(is_component, field.types)),
     )
 
 
@@ -240,10 +220,8 @@ def type_text(types: tuple[Type, ...]) -> str:
 
 
 def _member_text(member: Type) -> str:
-    if member.literals:
-        return " | ".join(member.literals)
-    if member.definition is not None and is_enum(member.definition):
-        return "word"
+    if member.members is not None:
+        return " | ".join(member.members) if member.name == "Literal" else "word"
     if member.arguments:
         outer = OUTER.get(member.name, member.name)
         return f"{outer}[{', '.join(map(type_text, member.arguments))}]"
@@ -253,13 +231,9 @@ def _member_text(member: Type) -> str:
 
 def value_text(value: Any) -> str:
     """Return a default as written in a config. A component is written as its word and the fields that differ."""
-    if isinstance(value, Component):
-        changed = [f"{name}={value_text(given)}" for name, given in value.values.items()]
-        return snake_case(value.definition.name) + (f"({', '.join(changed)})" if changed else "")
-    if isinstance(value, Member):
-        return value.name.rstrip("_")
-    if isinstance(value, Unknown):
-        return value.source
+    if isinstance(value, Mapping) and TARGET in value:
+        changed = [f"{name}={value_text(given)}" for name, given in value.items() if name != TARGET]
+        return snake_case(value[TARGET].rpartition(".")[2]) + (f"({', '.join(changed)})" if changed else "")
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -271,11 +245,6 @@ def value_text(value: Any) -> str:
     if isinstance(value, Mapping):
         return f"{{{', '.join(f'{key}: {value_text(item)}' for key, item in value.items())}}}"
     return '""' if value == "" else str(value)
-
-
-def first_paragraph(definition: Definition) -> str:
-    """Return the first paragraph of a docstring, in one line; empty without a docstring."""
-    return " ".join(docstring(definition).split("\n\n")[0].split())
 
 
 # --- the text of `realign help` ---

@@ -7,8 +7,8 @@ from typing import Any
 
 from realign.config.errors import ConfigError, nearest
 from realign.config.files import file_values
-from realign.config.inspection import is_dataclass
-from realign.config.places import ROOTS, Find, Place, imported_class_at, place_of
+from realign.config.index import Find, class_at
+from realign.config.places import ROOTS, Place, place_of
 from realign.config.trees import get
 from realign.config.words import TARGET, is_word
 
@@ -61,11 +61,11 @@ def keys_below(path: tuple[str, ...], config: Mapping[str, Any], depth: int = DE
         for name in place.fields(target) or ():
             child, below = stepped(place, target, name, config)
             yield child.key
-            if left > 1 and is_dataclass(child.chosen(below)):
+            if left > 1 and (cls := child.chosen(below)) is not None and cls.is_dataclass:
                 waiting.append((child, below, left - 1))
 
 
-def component_at(path: tuple[str, ...], config: Mapping[str, Any], find: Find = imported_class_at) -> tuple[Place, Any]:
+def component_at(path: tuple[str, ...], config: Mapping[str, Any], find: Find = class_at) -> tuple[Place, Any]:
     """Return the place of a root component, and its `_target_`."""
     place = place_of(path, find)
     return place, _target_of(place, get(config, path))

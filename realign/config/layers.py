@@ -1,25 +1,24 @@
 """Layers of a config: the files, from the lowest to `algorithm=`, and the command line as the highest layer.
 
-A layer that selects a class for a component discards the fields that lower layers set for another class. Fields for the
-same class are merged. A preset first discards what lower layers set in the settings of its algorithm, which the classes
-of the interfaces name. Values are plain: interpolations are text until all layers are merged. Classes are imported only
-if two layers select different classes.
+Each layer is a mapping of plain values, and is merged over those below it, key by key. A layer that selects another
+class for a component first discards the fields that lower layers set for the earlier one. A preset first discards what
+lower layers set in the settings of its algorithm, which the classes of the interfaces name. Interpolations are text
+until all layers are merged.
 """
 
 from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from realign.config.command_line import Word
 from realign.config.errors import ConfigError
-from realign.config.inspection import algorithm_settings
 from realign.config.places import ROOTS, Place, place_of
 from realign.config.trees import MISSING, Path, get, has, leaves, merge, remove
 from realign.config.words import TARGET, is_word
@@ -50,10 +49,6 @@ class Layers:
     drops: list[Dropped] = field(default_factory=list)
     """Discarded keys."""
 
-    def __post_init__(self) -> None:
-        self._view = self.tree
-        """What the next layer is compared with: the tree, without the keys that the command line deletes."""
-
     def add_file(self, upper: dict[str, Any], label: str, source: str, starts_preset: bool = False) -> None:
         """Add a file on top of the files so far.
 
@@ -67,28 +62,31 @@ class Layers:
             ConfigError: a word is invalid.
         """
         if starts_preset:
-            self._reset_algorithm(label)
-        self._lay(upper, label)
+            self._keep(self._without_algorithm(), label)
+        lower, upper = self._fitted(upper)
+        self._keep(lower, label)
         self.sources |= {path: source for path, _ in leaves(upper, ())}
         merge(self.tree, upper)
 
-    def add_command_line(self, tree: dict[str, Any], deleted: Sequence[Path]) -> dict[Path, str]:
+    def add_command_line(self, upper: dict[str, Any], deleted: Sequence[Path]) -> dict[str, Any]:
         """Discard what the overrides of the command line replace. The caller then applies them to `tree`.
 
         Args:
-            tree: Values of the overrides, nested. A `Word` represents the class of a component with further keys.
+            upper: Values of the overrides, nested. A `Word` represents the class of a component with further keys.
             deleted: Keys that `~` removes.
 
         Returns:
-            The import path of the class for each key whose word must be rewritten.
+            The values of the overrides. A word whose component has fields is a mapping with its `_target_`.
 
         Raises:
             ConfigError: a word is invalid.
         """
-        self._view = copy.deepcopy(self.tree)
+        self.tree = copy.deepcopy(self.tree)
         for path in deleted:
-            remove(self._view, path)
-        return self._lay(tree, None)
+            remove(self.tree, path)
+        lower, upper = self._fitted(upper)
+        self._keep(lower, "the command line")
+        return upper
 
     def dropped(self, final: Mapping[str, Any]) -> list[str]:
         """Return the discarded keys whose values differ from the final ones, with their file and the higher layer."""
@@ -101,156 +99,140 @@ class Layers:
         named = {key: source.removesuffix(".yaml").replace("/", "=") for key, source in presets.items()}
         return {key: preset for key, preset in named.items() if key not in typed and f"{key}.{TARGET}" not in typed}
 
-    # --- presets ---
+    def _keep(self, tree: dict[str, Any], by: str) -> None:
+        """Continue with `tree`, and note which keys of files it lacks. Defaults of the schema are nobody's."""
+        for path, value in leaves(self.tree, ()):
+            # A word or an interpolation that has become a mapping is the source of its keys.
+            owners = (self.sources.get(path[:depth]) for depth in range(len(path), 0, -1))
+            if not has(tree, path) and (source := next(filter(None, owners), None)) is not None:
+                self.drops.append(Dropped(path, value, source, by))
+        self.sources = {path: source for path, source in self.sources.items() if has(tree, path)}
+        self.tree = tree
 
-    def _reset_algorithm(self, by: str) -> None:
-        """Discard the values of the settings that make up the algorithm, so that the defaults of the class apply."""
-        for role in self.tree["interfaces"]:
-            path = ("interfaces", role)
-            chosen = place_of(path).chosen(self._text(self._mapping(path).get(TARGET)))
-            for name in () if chosen is None else algorithm_settings(chosen):
-                self._drop((*path, *name.split(".")), by)
+    def _without_algorithm(self) -> dict[str, Any]:
+        """Return the values without the settings that make up the algorithm, so that the class's defaults apply."""
+        tree = copy.deepcopy(self.tree)
+        for role, node in self.tree["interfaces"].items():
+            chosen = place_of(("interfaces", role)).chosen(self._resolved(self._mapping(node).get(TARGET)))
+            for name in () if chosen is None else chosen.algorithm:
+                remove(tree, ("interfaces", role, *name.split(".")))
+        return tree
 
-    # --- class selection ---
+    # --- one component in two layers ---
 
-    def _lay(self, upper: dict[str, Any], by: str | None) -> dict[Path, str]:
-        """Discard the lower values that do not apply to the classes that `upper` selects.
+    def _fitted(self, upper: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the values so far, without those that do not apply to the classes that `upper` selects, and `upper`.
 
-        Returns:
-            The import path for each word of `upper` whose component has fields.
+        In both, words become mappings where the other one sets fields of the component, so that they can be merged.
         """
-        rewritten: dict[Path, str] = {}
-        for root in [root for root in upper if root in ROOTS]:
-            for path, value in _root_places(root, upper[root]):
-                if isinstance(value, dict):
-                    self._lay_component(place_of(path), path, value, by, rewritten)
-        return rewritten
+        lower, upper = copy.deepcopy(self.tree), copy.deepcopy(upper)
+        for root in (root for root in upper if root in ROOTS and isinstance(upper[root], dict)):
+            for path in [(root, role) for role in upper[root]] if ROOTS[root].per_role else [(root,)]:
+                if isinstance(value := get(upper, path), dict):
+                    below, above = self._component(place_of(path), get(lower, path, MISSING), value)
+                    _put(lower, path, below)
+                    _put(upper, path, above)
+        return lower, upper
 
-    def _lay_component(
-        self, place: Place, path: Path, upper: dict[str, Any], by: str | None, rewritten: dict[Path, str]
-    ) -> None:
-        """Apply a mapping of the upper layer to the component at `path`; `by` is None for the command line."""
+    def _component(self, place: Place, lower: Any, upper: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Return the lower and the upper value of a component; `MISSING` as the lower one if nothing remains of it."""
         # A lower word and upper fields: the word becomes a mapping first, or merging would replace it by the fields.
-        word = get(self._view, path)
-        if is_word(word) and TARGET not in upper and (below := place.of_word(word)) is not None:
-            self._replace(path, {TARGET: below})
+        if is_word(lower) and TARGET not in upper and (path := place.of_word(lower)) is not None:
+            lower = {TARGET: path}
         if isinstance(upper.get(TARGET), Word):
-            upper[TARGET] = rewritten[path] = _resolved(place, upper[TARGET])
+            upper[TARGET] = _path_of(place, upper[TARGET])
         if upper:
-            self._expand(path)
-        lower = self._mapping(path)
-        below, target = lower.get(TARGET), upper.get(TARGET)
-        if target is not None and lower and target != below:
+            lower = self._expanded(lower)
+        below, target = self._mapping(lower).get(TARGET), upper.get(TARGET)
+        if target is not None and self._mapping(lower) and target != below:
             # The classes are compared, since a word and an import path can name the same one.
-            old, new = place.chosen(self._text(below)), place.chosen(self._text(target))
+            old, new = place.chosen(self._resolved(below)), place.chosen(self._resolved(target))
             if old is not None and new is not None and old != new:
                 # Two actors share most settings, so those that the new class has too are kept. Nested components share
                 # names only: `low` is 0.2 for the clip objective, but 3e-4 for gspo.
-                if place.is_root:
-                    self._refit(path, (place, below), (place, target), upper, by)
-                else:
-                    self._drop(path, by)
-        # Read again, since `_drop` may have removed the lower class.
-        chosen = self._text(target if target is not None else self._mapping(path).get(TARGET))
+                lower = self._refitted(lower, (place, below), (place, target), upper) if place.is_root else MISSING
+        chosen = self._resolved(target if target is not None else self._mapping(lower).get(TARGET))
         for name in upper:
             if name != TARGET:
-                self._lay_field(place.child(name, chosen), (*path, name), upper, by, rewritten)
+                self._field(place.child(name, chosen), name, lower if isinstance(lower, dict) else {}, upper)
+        return lower, upper
 
-    def _lay_field(
-        self, place: Place, path: Path, owner: dict[str, Any], by: str | None, rewritten: dict[Path, str]
-    ) -> None:
-        """Apply one field of the upper layer to the value at `path`; `owner` is the mapping that contains the field."""
-        value, lower = owner[path[-1]], get(self._view, path)
-        if is_word(value) and isinstance(lower, dict):
-            target = place.of_word(value)
-            if target is None:
-                return
-            owner[path[-1]] = value = {TARGET: target}
-            rewritten[path] = target
+    def _field(self, place: Place, name: str, lower: dict[str, Any], upper: dict[str, Any]) -> None:
+        """Fit one field of a component in both of its mappings."""
+        value = upper[name]
+        if is_word(value) and isinstance(lower.get(name), dict) and (path := place.of_word(value)) is not None:
+            value = {TARGET: path}
         if isinstance(value, dict):
-            self._lay_component(place, path, value, by, rewritten)
+            below, upper[name] = self._component(place, lower.get(name, MISSING), value)
+            if below is not MISSING:
+                lower[name] = below
+            else:
+                lower.pop(name, None)
 
-    def _refit(
-        self, path: Path, old: tuple[Place, Any], new: tuple[Place, Any], upper: dict[str, Any], by: str | None
-    ) -> None:
-        """Discard the settings of a root component that do not apply to its new class.
+    def _refitted(self, lower: Any, old: _Chosen, new: _Chosen, upper: dict[str, Any]) -> Any:
+        """Return the settings of a root component that apply to its new class.
 
-        These are unknown fields, and fields of nested components whose default class differs in the new class.
+        Others are unknown fields, and fields of nested components whose default class differs in the new class.
         """
         (old_place, old_target), (new_place, new_target) = old, new
-        known = new_place.fields(self._text(new_target))
-        if known is None:
-            return
-        for name, node in list(self._mapping(path).items()):
-            field_path = (*path, name)
-            if name == TARGET:
+        known = new_place.fields(self._resolved(new_target))
+        if known is None or not isinstance(lower, dict):
+            return lower
+        kept: dict[str, Any] = {}
+        for name, node in lower.items():
+            if name != TARGET and name not in known:
                 continue
-            if name not in known:
-                self._drop(field_path, by)
-            elif isinstance(node, dict):
-                was, now = old_place.child(name, old_target), new_place.child(name, new_target)
-                above = upper.get(name)
-                if TARGET in node:
-                    if now.chosen(self._text(node[TARGET])) is None:
-                        self._drop(field_path, by)
-                elif was.chosen(None) == now.chosen(None):
-                    self._refit(field_path, (was, None), (now, None), above if isinstance(above, dict) else {}, by)
-                elif (cls := was.chosen(None)) is not None:
-                    if is_word(above) or (isinstance(above, dict) and TARGET in above):
-                        node[TARGET] = cls.path  # compared with the class that the upper layer selects
-                    else:
-                        self._drop(field_path, by)
-
-    # --- changes ---
-
-    def _drop(self, path: Path, by: str | None) -> None:
-        """Discard all values at a path, and record those of files."""
-        if not has(self._view, path):
-            return
-        for leaf, value in list(leaves(get(self._view, path), path)):
-            if (source := self.sources.pop(leaf, None)) is None:  # a default of the schema, which nobody has written
+            kept[name] = node
+            if name == TARGET or not isinstance(node, dict):
                 continue
-            self.drops.append(Dropped(leaf, value, source, by or "the command line"))
-        remove(self._view, path)
-        remove(self.tree, path)
+            was, now = old_place.child(name, old_target), new_place.child(name, new_target)
+            above = upper.get(name)
+            if TARGET in node:
+                if now.chosen(self._resolved(node[TARGET])) is None:
+                    del kept[name]
+            elif was.chosen(None) == now.chosen(None):
+                kept[name] = self._refitted(node, (was, None), (now, None), above if isinstance(above, dict) else {})
+            elif (cls := was.chosen(None)) is not None:
+                if is_word(above) or (isinstance(above, dict) and TARGET in above):
+                    kept[name] = {**node, TARGET: cls.path}  # compared with the class that the upper layer selects
+                else:
+                    del kept[name]
+        return kept
 
-    def _expand(self, path: Path) -> None:
-        """Replace an interpolation of a whole component by one interpolation per value, so that a layer can set some.
+    # --- interpolations ---
+
+    def _expanded(self, value: Any) -> Any:
+        """Return an interpolation of a whole component as one interpolation per value, so that a layer can set some.
 
         Otherwise, an override would replace the interpolation, and so all other values.
         """
-        text = get(self._view, path)
-        source = re.fullmatch(r"\$\{([\w.]*\w)\}", text) if isinstance(text, str) else None
-        component = self._mapping(path)
-        if source is not None and component:
-            self._replace(path, _links(component, source[1]))
+        source = re.fullmatch(r"\$\{([\w.]*\w)\}", value) if isinstance(value, str) else None
+        component = self._mapping(value) if source is not None else {}
+        return _links(component, source[1]) if source is not None and component else value
 
-    def _replace(self, path: Path, value: dict[str, Any]) -> None:
-        """Replace a value by a mapping of the same meaning."""
-        if (source := self.sources.pop(path, None)) is not None:
-            self.sources |= {leaf: source for leaf, _ in leaves(value, path)}
-        # Both are the same object until `add_command_line` copies the view.
-        for tree in (self.tree, self._view):
-            if has(tree, path):
-                get(tree, path[:-1])[path[-1]] = copy.deepcopy(value)
-
-    # --- access ---
-
-    def _mapping(self, path: Path) -> dict[str, Any]:
-        """Return the mapping at a path of the view, with interpolations resolved; empty if there is none."""
-        node = self._text(get(self._view, path))
+    def _mapping(self, value: Any) -> dict[str, Any]:
+        """Return a value that is a mapping, with an interpolation of the whole resolved; empty for another value."""
+        node = self._resolved(value)
         return node if isinstance(node, dict) else {}
 
-    def _text(self, target: Any) -> Any:
-        return self._interpolated(target) if isinstance(target, str) and "${" in target else target
-
-    def _interpolated(self, text: str) -> Any:
+    def _resolved(self, value: Any) -> Any:
+        if not isinstance(value, str) or "${" not in value:
+            return value
         try:
             # As a further key of the whole tree, since an interpolation may refer to any key from the root.
-            value = OmegaConf.select(OmegaConf.create({**self._view, "_asked_": text}), "_asked_")
+            found = OmegaConf.select(OmegaConf.create({**self.tree, "_asked_": value}), "_asked_")
         except OmegaConfBaseException:
             return None  # a higher layer sets the key, or resolving the config reports it
-        return OmegaConf.to_container(value, resolve=False) if OmegaConf.is_config(value) else value
+        return OmegaConf.to_container(found, resolve=False) if OmegaConf.is_config(found) else found
+
+
+_Chosen: TypeAlias = tuple[Place, Any]
+"""The place of a component, and its `_target_`."""
+
+
+def _put(tree: dict[str, Any], path: Path, value: Any) -> None:
+    if value is not MISSING:
+        get(tree, path[:-1])[path[-1]] = value
 
 
 def _links(node: Mapping[str, Any], source: str) -> dict[str, Any]:
@@ -266,16 +248,8 @@ def _links(node: Mapping[str, Any], source: str) -> dict[str, Any]:
     }
 
 
-def _resolved(place: Place, word: Word) -> str:
-    target = place.of_word(word.text)
-    if target is None:
-        raise ConfigError(f"{place.key}={word.text} is not a component, but a further key sets a field of it")
-    return target
-
-
-def _root_places(root: str, node: Any) -> Iterator[tuple[Path, Any]]:
-    if ROOTS[root].per_role:
-        for role, value in node.items() if isinstance(node, dict) else ():
-            yield (root, role), value
-    else:
-        yield (root,), node
+def _path_of(place: Place, word: Word) -> str:
+    path = place.of_word(word)
+    if path is None:
+        raise ConfigError(f"{place.key}={word} is not a component, but a further key sets a field of it")
+    return path

@@ -1,7 +1,7 @@
 """Places of the config: keys that can contain a component, and the class of this component.
 
-The class follows from the classes of the parent keys, which are read from source code. Only classes whose source is not
-found are imported. Words at the root of a component, such as `interfaces.actor=grpo`, become import paths here.
+The class follows from the classes of the parent keys. Words at the root of a component, such as
+`interfaces.actor=grpo`, become import paths here.
 """
 
 from __future__ import annotations
@@ -11,29 +11,13 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
-from realign.config.construct import import_target
+from realign.config.classes import Class, Field, Type
+from realign.config.construct import misfit
 from realign.config.errors import ConfigError, nearest
-from realign.config.inspection import (
-    Component,
-    Definition,
-    Field,
-    Type,
-    ancestry,
-    class_at,
-    default_of,
-    fields_of,
-    is_abstract,
-    is_dataclass,
-    is_protocol,
-    takes_calls_of,
-    types_of,
-)
-from realign.config.words import PACKAGES, TARGET, class_of_word, is_word, words_of
-
-Find: TypeAlias = Callable[[str], Definition | None]
-"""Returns the class at an import path."""
+from realign.config.index import Find, class_at, object_at
+from realign.config.words import ENDINGS, TARGET, class_of_word, is_word, not_of, words_of
 
 
 class Root(NamedTuple):
@@ -51,7 +35,7 @@ class Root(NamedTuple):
 
 ROOTS: Mapping[str, Root] = MappingProxyType(
     {
-        "models": Root("realign.runtime.experiment.ModelSpec", "realign.engines.TransformersModel", per_role=True),
+        "models": Root("realign.api.ModelSpec", "realign.engines.TransformersModel", per_role=True),
         "interfaces": Root("realign.api.ModelInterface", per_role=True),
         "graph": Root("realign.api.DataflowGraph"),
         "sync": Root("realign.api.Sync", "realign.api.Sync", per_role=True),
@@ -70,22 +54,16 @@ ROOTS: Mapping[str, Root] = MappingProxyType(
 
 
 class Place:
-    """A config key that can contain a component. Reads source code; only `find` may import."""
+    """A config key that can contain a component."""
 
-    def __init__(
-        self,
-        key: str,
-        declared: Callable[[], tuple[tuple[Type, ...], Any]],
-        find: Find = class_at,
-        is_root: bool = False,
-    ) -> None:
-        """Store the full key, and a function that returns types and default value.
+    def __init__(self, key: str, declared: Callable[[], Field], find: Find = class_at, is_root: bool = False) -> None:
+        """Store the full key, and what declares it.
 
         Args:
             key: Full key.
-            declared: Function that returns the members of the annotation, and the default.
+            declared: Function that returns the field. Most places of a tree are only passed through.
             find: Function that returns the class at an import path.
-            is_root: Whether this is a root key, whose default is an import path.
+            is_root: Whether this is a root key, or the role of one.
         """
         self.key = key
         self.is_root = is_root
@@ -93,44 +71,42 @@ class Place:
         self._find = find
 
     @cached_property
-    def declared(self) -> tuple[tuple[Type, ...], Any]:
-        """The members of the annotation and the default value; empty and None if they are unknown."""
+    def field(self) -> Field:
+        """The field that the key sets; without types if it is unknown."""
         return self._declared()
 
-    def chosen(self, target: Any) -> Definition | None:
+    def chosen(self, target: Any) -> Class | None:
         """Return the class (or graph function) that a `_target_` selects here; None as target selects the default.
 
         Returns:
             The class; None if it is unknown or of the wrong kind, which building reports.
         """
-        types, default = self.declared
+        _, types, default, *_ = self.field
         if target is None and self.key == "graph":  # then it follows from the interfaces
             return None
-        target = default if target is None and self.is_root else target
+        if target is None and isinstance(default, Mapping):
+            target = default.get(TARGET)
         if target is not None:
             if is_word(target):
                 with suppress(ConfigError):  # building the component reports it
                     target = self.of_word(target) or target
-            definition = self._find(target) if isinstance(target, str) else None
-            return definition if definition is not None and any(fits(definition, kind) for kind in types) else None
-        if isinstance(default, Component):
-            return default.definition
-        kinds = [kind.definition for kind in types if is_dataclass(kind.definition)]
+            cls = self._find(target) if isinstance(target, str) else None
+            return cls if cls is not None and any(fits(cls, kind) for kind in types) else None
+        kinds = [cls for kind in types if (cls := class_at(kind.path)) is not None and cls.is_dataclass]
         return kinds[0] if len(kinds) == 1 else None
 
-    def fields(self, target: Any) -> dict[str, Field] | None:
+    def fields(self, target: Any) -> Mapping[str, Field] | None:
         """Return the fields of the class that a `_target_` selects here; None if it is unknown."""
-        definition = self.chosen(target)
-        return None if definition is None else fields_of(definition)
+        cls = self.chosen(target)
+        return None if cls is None else cls.fields
 
     def of_related(self, name: str, target: Any) -> str:
         """Return the message about an unknown field that choices with a common base class have; empty if none has."""
-        chosen, kinds = self.chosen(target), [kind.definition for kind in self.declared[0] if kind.definition]
-        common = {*ancestry(chosen)[1:]}.difference(*map(ancestry, kinds)) if chosen is not None else set()
-        choices = (choice for kind in kinds for choice in words_of(kind).values()) if common else ()
-        having = [c.name for c in choices if common & {*ancestry(c)} and name in fields_of(c)]
-        key, what = f"{self.key}.{name}", " and ".join(having)
-        return f"unknown key {key!r}: it is a setting of {what}, not of {chosen.name}" if chosen and having else ""
+        cls = self.chosen(target)
+        kinds = [kind for member in self.field.types if (kind := class_at(member.path)) is not None]
+        common = {*cls.bases}.difference(*((kind.path, *kind.bases) for kind in kinds)) if cls is not None else set()
+        choices = (choice for kind in kinds for found in words_of(kind).values() for choice in found)
+        return not_of(cls, f"{self.key}.{name}", (c for c in choices if common & {c.path, *c.bases})) if cls else ""
 
     def of_word(self, word: str) -> str | None:
         """Return the import path of the class that a word selects here; None if this place accepts no words.
@@ -138,8 +114,8 @@ class Place:
         Raises:
             ConfigError: the place accepts words, and this word is not one of them.
         """
-        definition = class_of_word(word, self.declared[0], self.key)
-        return None if definition is None else definition.path
+        cls = class_of_word(word, self.field.types, self.key)
+        return None if cls is None else cls.path
 
     def child(self, name: str, target: Any) -> Place:
         """Return the place of a field.
@@ -148,32 +124,25 @@ class Place:
             name: Name of the field.
             target: `_target_` of the component at this place; None selects the default.
         """
-        # Lazily: most places of a tree are only passed through, and reading the types reads modules.
         return Place(f"{self.key}.{name}", lambda: self._field(name, target), self._find)
 
-    def _field(self, name: str, target: Any) -> tuple[tuple[Type, ...], Any]:
-        types, default = self.declared
+    def _field(self, name: str, target: Any) -> Field:
+        _, types, default, *_ = self.field
+        given = default if isinstance(default, Mapping) else {}
         if len(types) == 1 and types[0].name in ("dict", "Mapping") and len(types[0].arguments) == 2:
-            return types[0].arguments[1], default.get(name) if isinstance(default, Mapping) else None
-        field = (self.fields(target) or {}).get(name)
-        if field is None:
-            return (), None
-        # fields override those of the default value
-        overrides = default.values if target is None and isinstance(default, Component) else {}
-        types, default = declared_by(field)
-        return types, overrides.get(name, default)
+            return Field(name, types[0].arguments[1], given.get(name), False, "")
+        own = (self.fields(target) or {}).get(name)
+        if own is None:
+            return Field(name, (), None, False, "")
+        # What the default of the component sets precedes the default of its class.
+        return own._replace(default=given[name], required=False) if target is None and name in given else own
 
 
-def schema() -> Definition:
+def schema() -> Class:
     """Return the class of the root keys."""
-    definition = class_at("realign.config.experiment.ExperimentConfig")
-    assert definition is not None
-    return definition
-
-
-def declared_by(field: Field) -> tuple[tuple[Type, ...], Any]:
-    """Return the members of the annotation of a field, and its default."""
-    return types_of(field.annotation, field.module), default_of(field)
+    cls = class_at("realign.config.experiment.ExperimentConfig")
+    assert cls is not None
+    return cls
 
 
 def place_of(path: tuple[str, ...], find: Find = class_at) -> Place:
@@ -184,10 +153,13 @@ def place_of(path: tuple[str, ...], find: Find = class_at) -> Place:
         find: As for `Place`.
     """
     if path[0] not in ROOTS:
-        return Place(path[0], lambda: declared_by(fields_of(schema())[path[0]]), find)
+        return Place(path[0], lambda: schema().fields[path[0]])
     root = ROOTS[path[0]]
-    module, _, name = root.kind.rpartition(".")
-    return Place(".".join(path), lambda: (types_of(name, module), root.default), find, is_root=True)
+    kind = class_at(root.kind)
+    assert kind is not None
+    default = None if root.default is None else {TARGET: root.default}
+    field = Field(path[-1], (Type(kind.name, kind.path),), default, False, "")
+    return Place(".".join(path), lambda: field, find, is_root=True)
 
 
 _IN_MAPPING = re.compile(rf"(\{{(?:[^{{}}]*,)?\s*{TARGET}:\s*)(\w+)(\s*[,}}].*)", re.DOTALL)
@@ -230,14 +202,14 @@ def with_target(override: str) -> str:
     return override
 
 
-def _base(path: tuple[str, ...]) -> Definition | None:
+def _base(path: tuple[str, ...]) -> Class | None:
     """Return the base class of a root component that a word chooses; None for other keys."""
     if path[0] not in ROOTS or len(path) != 1 + ROOTS[path[0]].per_role:
         return None
-    base = place_of(path).declared[0][0].definition
+    base = class_at(ROOTS[path[0]].kind)
     if base is None or ROOTS[path[0]].by_word:
         return base
-    return base if base.path in PACKAGES and PACKAGES[base.path].ending else None
+    return base if base.path in ENDINGS else None
 
 
 def _of_word(path: tuple[str, ...], word: Any) -> str | None:
@@ -248,24 +220,13 @@ def _of_word(path: tuple[str, ...], word: Any) -> str | None:
     return None
 
 
-def imported_class_at(path: str) -> Definition | None:
-    """Return the class at an import path. Import its module if the class is not found in its source."""
-    if (definition := class_at(path)) is None:
-        with suppress(ConfigError):  # building the component reports it
-            import_target(path, path)
-            return class_at(path)
-    return definition
-
-
-def fits(definition: Definition, kind: Type) -> bool:
+def fits(cls: Class, kind: Type) -> bool:
     """Return whether a class, or what a function returns, is of a kind."""
-    if definition.returns is not None:
-        returned = types_of(definition.returns, definition.module)[0].definition
-        return returned is not None and kind.definition is not None and returned.path == kind.definition.path
+    if cls.returns is not None:
+        return cls.returns == kind.path
     if kind.name == "Any":
-        return is_dataclass(definition)
-    if kind.definition is None:
-        return False
-    if is_protocol(kind.definition):
-        return takes_calls_of(definition, kind.definition)
-    return kind.definition in ancestry(definition) and not is_abstract(definition)
+        return cls.is_dataclass
+    base = class_at(kind.path)
+    if base is None or base in (cls, *map(Class, cls.bases)):
+        return base is not None and not cls.is_abstract
+    return base.is_protocol and misfit(object_at(cls.path), object_at(base.path)) is None

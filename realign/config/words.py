@@ -1,37 +1,21 @@
 """Words for components: `objective=gspo` is the class `Gspo`, and `interfaces.actor=grpo` the interface in `grpo.py`.
 
-A word selects a variant of the class that the field is annotated with. Text, enums and paths take no words. Classes are
-read from source code, since composing a config must not import torch.
+A word selects a subclass of the class that the field is annotated with, in whichever file it stands. Those of realign
+come first. Others count once their file is imported, as by a `_target_`. Text, enums and paths take no words.
 """
 
 from __future__ import annotations
 
 import re
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, TypeGuard
 
+from realign.config.classes import TARGET as TARGET  # re-export
+from realign.config.classes import Class, Type, first_sentence
 from realign.config.errors import ConfigError, suggest
-from realign.config.inspection import (
-    ROOT,
-    Definition,
-    Type,
-    ancestry,
-    docstring,
-    fields_of,
-    find,
-    first_sentence,
-    is_abstract,
-    is_dataclass,
-    is_enum,
-    is_protocol,
-    members_of,
-    read_module,
-)
+from realign.config.index import PACKAGE, class_at, variants_of
 
-TARGET = "_target_"
-"""Key of a component's class: its import path, or its word."""
 NONE = "none"
 """Word for `None`, if the annotation allows it."""
 ONE_WORD = {
@@ -41,28 +25,15 @@ ONE_WORD = {
 """Names that count as one word although their capitals suggest two."""
 TEXT = frozenset({"Any", "object", "str", "Path", "Literal"})
 """Members of an annotation that accept text, so that a word is ambiguous."""
-
-
-class Package(NamedTuple):
-    """A package with the variants of a base class."""
-
-    name: str
-    ending: str = ""
-    """If it is set, the name of each module is the word of the first class in it whose name ends so. The words of the
-    other classes lack this ending."""
-
-
-PACKAGES: Mapping[str, Package] = MappingProxyType(
+ENDINGS: Mapping[str, str] = MappingProxyType(
     {
-        "realign.api.sampler.SamplerSpec": Package("realign.samplers"),
-        "realign.api.callback.Callback": Package("realign.runtime.callbacks"),
-        "realign.runtime.evaluation.base.Evaluator": Package("realign.runtime"),
-        "realign.api.interface.ModelInterface": Package("realign.interfaces", "Interface"),
-        "realign.api.model.ModelSpec": Package("realign.engines", "Model"),
-        "realign.data.dataset.DataSpec": Package("realign.data", "Data"),
+        "realign.api.interface.ModelInterface": "Interface",
+        "realign.api.model.ModelSpec": "Model",
+        "realign.data.dataset.DataSpec": "Data",
     }
 )
-"""Package of the variants of a base class, if they are outside its module. A new algorithm needs no entry."""
+"""Ending of the names of a base class's variants. Of the first one in each file of realign, the word is the name of the
+file: an algorithm is called like its file. The words of the others lack this ending."""
 
 
 def snake_case(name: str) -> str:
@@ -78,90 +49,58 @@ def is_word(value: Any) -> TypeGuard[str]:
     return isinstance(value, str) and value.isidentifier() and value.lower() not in (NONE, "null")
 
 
-def words_of(base: Definition) -> dict[str, Definition]:
-    """Return the class of each word of a component base class.
+def words_of(base: Class) -> dict[str, list[Class]]:
+    """Return the classes of each word of a component base class; several only if none of them is realign's.
 
-    The variants of a base class are the dataclasses that inherit from it, in its module or its package in `PACKAGES`.
-    The base class itself is one of them unless it is abstract, or has no fields while it has variants.
-
-    Raises:
-        ConfigError: two variants have the same word.
+    They are the base class and the classes that inherit from it, without abstract and private ones. A base class
+    without fields is left out while it has variants.
     """
-    words: dict[str, Definition] = {}
-    package = PACKAGES.get(base.path, Package(""))
-    for definition in _candidates(base, package):
-        lineage = {ancestor.path for ancestor in ancestry(definition)}
-        if base.path not in lineage or not _is_constructible(definition) or definition.name.startswith("_"):
-            continue
-        module = definition.module.removeprefix(f"{package.name}.")
-        word = (
-            module
-            if of_module(package, module) == definition
-            else snake_case(definition.name.removesuffix(package.ending))
-        )
-        if words.setdefault(word, definition).path != definition.path:
-            raise ConfigError(f"{words[word].name} and {definition.name} of {base.module} are both called {word!r}")
-    if len(words) > 1 and not fields_of(base):
-        words.pop(snake_case(base.name), None)
+    words: dict[str, list[Class]] = {}
+    variants = [cls for cls in (base, *variants_of(base)) if cls.has_word]
+    files = set[str]()
+    for cls in variants:
+        ending = ENDINGS.get(base.path, "")
+        word = snake_case(cls.name.removesuffix(ending))
+        is_shipped = cls.path.startswith(f"{PACKAGE}.")
+        if ending and is_shipped and cls.name.endswith(ending) and cls.module not in files:
+            files.add(cls.module)
+            word = cls.module.rpartition(".")[2]
+        if is_shipped or not any(other.path.startswith(f"{PACKAGE}.") for other in words.get(word, ())):
+            words.setdefault(word, []).append(cls)
+    if len(variants) > 1 and not base.fields:
+        words = {word: classes for word, classes in words.items() if base not in classes}
     return words
 
 
-def _candidates(base: Definition, package: Package) -> Iterator[Definition]:
-    names = [base.module]
-    if package.ending:
-        folder = ROOT / package.name.partition(".")[2]
-        names += [f"{package.name}.{path.stem}" for path in sorted(folder.glob("*.py"))]
-    for name in names:
-        module = read_module(name)  # without a source, as in a notebook, the imported module has the classes
-        declared = module.definitions if module is not None else vars(sys.modules.get(name, object))
-        yield from filter(None, (find(name, word) for word in list(declared)))
-    if package.name and not package.ending and (exports := read_module(package.name)) is not None:
-        yield from filter(None, (find(package.name, name) for name in exports.imported))
-
-
-def _is_constructible(definition: Definition) -> bool:
-    if definition.returns is not None or is_enum(definition) or is_protocol(definition) or is_abstract(definition):
-        return False
-    return is_dataclass(definition) or not any("__init__" in ancestor.methods for ancestor in ancestry(definition))
-
-
-def of_module(package: Package, word: str) -> Definition | None:
-    """Return the class that the name of a module selects in a package; None if it selects none."""
-    module = read_module(f"{package.name}.{word}") if package.ending else None
-    classes = () if module is None else module.definitions.values()
-    return next((cls for cls in classes if cls.dataclass and cls.name.endswith(package.ending)), None)
-
-
-def component_bases(types: tuple[Type, ...]) -> list[Definition]:
+def component_bases(types: tuple[Type, ...]) -> list[Class]:
     """Return the component classes of an annotation; none if it also accepts text, because a word is ambiguous then."""
-    if any(member.name in TEXT or (member.definition is not None and is_enum(member.definition)) for member in types):
+    if any(member.name in TEXT or member.members is not None for member in types):
         return []
-    classes = [member.definition for member in types if member.definition is not None and not member.arguments]
-    classes = [cls for cls in classes if cls.returns is None]
-    return [cls for cls in classes if cls.path in PACKAGES or words_of(cls)]
+    classes = (class_at(member.path) for member in types if member.path and not member.arguments)
+    return [cls for cls in classes if cls is not None and words_of(cls)]
 
 
 def is_component(member: Type) -> bool:
     """Return whether a member of an annotation is a dataclass, or the base class of components."""
-    if member.definition is None or member.arguments or is_enum(member.definition):
+    if not member.path or member.arguments or member.members is not None:
         return False
-    return is_dataclass(member.definition) or bool(component_bases((member,)))
+    cls = class_at(member.path)
+    return cls is not None and (cls.is_dataclass or bool(words_of(cls)))
 
 
 def choices(types: tuple[Type, ...]) -> dict[str, str]:
     """Return the words that are valid for an annotation, with their meaning, without `null`."""
     texts: dict[str, str] = {}
     for member in types:
-        if member.definition is not None and is_enum(member.definition):
-            texts |= members_of(member.definition)
+        texts |= {} if member.members is None or member.name == "Literal" else member.members
     for base in component_bases(types):
         words = words_of(base)
-        if len(words) > 1 or any(cls.path != base.path for cls in words.values()):
-            texts |= {word: first_sentence(docstring(cls)) for word, cls in words.items()}
+        if len(words) > 1 or [base] not in words.values():
+            texts |= {word: first_sentence(classes[0].text) for word, classes in words.items()}
     return texts
 
 
-def class_of_word(word: str, types: tuple[Type, ...], where: str) -> Definition | None:
+def class_of_word(word: str, types: tuple[Type, ...], where: str) -> Class | None:
     """Return the class that a word selects in a field with these types.
 
     Args:
@@ -174,17 +113,29 @@ def class_of_word(word: str, types: tuple[Type, ...], where: str) -> Definition 
         name. In these cases, the word is an ordinary value of the wrong type.
 
     Raises:
-        ConfigError: the annotation has variants, and this word is not one of them.
+        ConfigError: the annotation has variants, and this word is not one of them, or the word of several.
     """
     bases = component_bases(types)
-    packages = (PACKAGES[base.path] for base in bases if base.path in PACKAGES)
-    if (definition := next(filter(None, (of_module(package, word) for package in packages)), None)) is not None:
-        return definition  # without reading the other modules
-    known = {name: definition for base in bases for name, definition in words_of(base).items()}
-    if word in known:
-        return known[word]
-    if len(known) < 2 and {definition.path for definition in known.values()} <= {base.path for base in bases}:
+    known = {name: classes for base in bases for name, classes in words_of(base).items()}
+    if len(found := known.get(word, [])) > 1:
+        paths = " and ".join(sorted(cls.path for cls in found))
+        raise ConfigError(f"{where}: {word!r} is the word of {paths}; choose by {where}.{TARGET}=MODULE.CLASS")
+    if found:
+        return found[0]
+    if len(known) < 2 and all(classes[0] in bases for classes in known.values()):
         return None
     valid = [*known, *([NONE] if known and "None" in [member.name for member in types] else [])]
     own = f"{where}.{TARGET}=MODULE.CLASS selects your own class"
     raise ConfigError(f"{where}: unknown choice {word!r}{suggest(word, valid)}; {own}")
+
+
+def of_sibling(cls: Class, key: str) -> str:
+    """Return the message about an unknown key that other choices for the same component have; empty if none has."""
+    bases = [base for base in map(class_at, cls.bases) if base is not None and base.is_abstract]
+    return not_of(cls, key, (choice for base in bases for choice in variants_of(base) if not choice.is_abstract))
+
+
+def not_of(cls: Class, key: str, others: Iterable[Class]) -> str:
+    """Return the message about a key that `cls` does not have, but some of the others; empty if none of them has it."""
+    having = dict.fromkeys(other.name for other in others if key.rpartition(".")[2] in other.fields)
+    return f"unknown key {key!r}: it is a setting of {' and '.join(having)}, not of {cls.name}" if having else ""

@@ -69,18 +69,14 @@ def test_an_empty_word_offers_commands_keys_and_groups_but_no_options():
     assert not any(word.startswith("-") for word in found)
 
 
-def test_own_experiments_and_classes_of_the_current_folder_are_found(tmp_path, monkeypatch):
+def test_own_experiments_are_found_and_own_classes_are_not_imported(tmp_path, monkeypatch):
     write_experiment(tmp_path / "conf")
-    (tmp_path / "mine.py").write_text(
-        "from dataclasses import dataclass\nfrom realign.interfaces.grpo import GRPOActorInterface\n"
-        "@dataclass\nclass Mine(GRPOActorInterface):\n    my_coef: float = 0.5\n"
-    )
+    (tmp_path / "mine.py").write_text("raise AssertionError('imported')\n")
     (tmp_path / "own.yaml").write_text("defaults: [/experiment/bigram]\ninterfaces: {actor: {_target_: mine.Mine}}\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     assert completions("realign --config-dir conf experiment=big") == ["experiment=bigram"]
-    line = "realign --config-dir conf ./own.yaml interfaces.actor.my"
-    assert completions(line) == ["interfaces.actor.my_coef="]
+    assert completions("realign --config-dir conf ./own.yaml interfaces.actor.my") == []
     assert "interfaces.reward." in completions("realign --config-dir conf ./own.yaml interfaces.")
 
 

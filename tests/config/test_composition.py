@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -111,26 +108,6 @@ def test_cfg_prints_what_is_trained_and_what_was_dropped(here, capsys):
         f"{ACTOR}.objective.low=0.3 of experiment/clipped.yaml (by the command line)",
         f"{ACTOR}.objective.dual=3 of experiment/clipped.yaml (by the command line)",
     ]
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        [],
-        [f"{ACTOR}.epochs=2", f"{ACTOR}.advantage=gae"],
-        ["algorithm=one", f"{ACTOR}.objective.high=0.5"],
-        ["algorithm=one", "experiment=base"],
-    ],
-)
-def test_composing_imports_classes_only_where_layers_differ(here, words):
-    arguments = ["--config-dir=conf", "--cfg", "job", "experiment=clipped", *words]
-    code = (
-        f"import sys; from realign.cli.commands import main; code = main({arguments!r})\n"
-        "sys.exit(code or 'torch' in sys.modules)"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(CHECKOUT)}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(

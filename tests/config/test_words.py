@@ -1,18 +1,24 @@
-"""Test words: `objective=gspo` selects the class `Gspo` in the module of the field's base class."""
+"""Test words: `objective=gspo` selects `Gspo`, a subclass of the class that the field is annotated with."""
 
 from __future__ import annotations
 
 import re
+import shutil
 import sys
 import types
+from pathlib import Path
 
 import pytest
 
+import realign
 from realign.api import ModelInterface, SamplerSpec
 from realign.config import ConfigError, build, build_experiment, compose, words
-from realign.config.construct import import_path, import_target, members_of
-from realign.config.inspection import Definition, class_at
+from realign.config.classes import import_path, types_of
+from realign.config.construct import import_target
+from realign.config.files import experiments_dir
+from realign.config.index import class_at
 from realign.config.words import class_of_word, component_bases, snake_case
+from realign.interfaces.components import objectives as shipped
 from realign.samplers import InProcessSampling, Sglang, Vllm
 from tests.config.components import (
     GAE,
@@ -32,14 +38,15 @@ from tests.config.components import (
     Trains,
     Zero,
 )
+from tests.processes import python
 from tests.table_sampler import TableSampling
 
 
 def words_of(base: type) -> dict[str, type]:
     """Return the imported class of each word."""
     read = class_at(import_path(base))
-    assert isinstance(read, Definition)
-    return {word: import_target(variant.path, word) for word, variant in words.words_of(read).items()}
+    assert read is not None
+    return {word: import_target(variant.path, word) for word, (variant,) in words.words_of(read).items()}
 
 
 def actor(**values):
@@ -68,7 +75,7 @@ def test_the_word_of_a_class_is_its_name_in_snake_case(name, word):
     assert snake_case(name) == word
 
 
-def test_the_words_of_a_base_class_are_its_variants_in_its_own_module():
+def test_the_words_of_a_base_class_are_its_variants():
     assert words_of(Objective) == {"clip": Clip, "gspo": Gspo, "tight_clip": TightClip}
     assert words_of(Advantage) == {"gae": GAE, "group_relative": GroupRelative}
     assert words_of(Trains)["lora"] is LoRA
@@ -76,22 +83,84 @@ def test_the_words_of_a_base_class_are_its_variants_in_its_own_module():
     assert words_of(ImportanceCorrection) == {"importance_correction": ImportanceCorrection}
 
 
-def test_two_classes_of_one_word_are_an_error(monkeypatch):
-    module = types.ModuleType("twins")
-    source = (
-        "from dataclasses import dataclass\n"
-        "class Base: pass\n@dataclass\nclass GAE(Base): pass\n@dataclass\nclass Gae(Base): pass\n"
+@pytest.fixture
+def module(monkeypatch):
+    """Return a function that makes a module from source."""
+
+    def make(name: str, source: str) -> types.ModuleType:
+        made = types.ModuleType(name)
+        monkeypatch.setitem(sys.modules, name, made)
+        exec(f"from dataclasses import dataclass\nfrom {HERE} import *\n{source}", vars(made))
+        return made
+
+    return make
+
+
+@pytest.mark.parametrize("order", [("mine", "yours"), ("yours", "mine")])
+def test_two_classes_of_one_word_are_an_error_with_both_paths_once_it_is_typed(module, order):
+    made = [module(name, "@dataclass\nclass Square(Objective):\n    power: int = 2\n") for name in order]
+    assert actor(objective="clip").objective == Clip()
+    with pytest.raises(ConfigError) as caught:
+        actor(objective="square")
+    key = "interfaces.actor.objective"
+    assert str(caught.value) == (
+        f"{key}: 'square' is the word of mine.Square and yours.Square; choose by {key}._target_=MODULE.CLASS"
     )
-    monkeypatch.setitem(sys.modules, "twins", module)
-    exec(source, vars(module))
-    with pytest.raises(ConfigError, match="GAE and Gae of twins are both called 'gae'"):
-        words_of(module.Base)
+    assert actor(objective={"_target_": "mine.Square"}).objective == made[order.index("mine")].Square()
+
+
+def test_a_shipped_class_wins_over_one_of_a_user_with_its_word(module):
+    base = "from realign.interfaces.components.objectives import Objective\n"
+    made = module("mine", f"{base}@dataclass\nclass Gspo(Objective):\n    pass\n")
+    built = build_experiment(compose(["experiment=grpo_arithmetic", "interfaces.actor.objective=gspo"]))
+    assert type(built.interfaces["actor"].objective) is shipped.Gspo is not made.Gspo
+
+
+def test_abstract_private_local_and_replaced_classes_are_no_words(module):
+    made = module(
+        "mine",
+        "from abc import ABC, abstractmethod\n"
+        "@dataclass\nclass _Hidden(Objective):\n    pass\n"
+        "@dataclass\nclass Open(Objective, ABC):\n    @abstractmethod\n    def x(self): ...\n"
+        "def make():\n    @dataclass\n    class Local(Objective):\n        pass\n    return Local\n"
+        "local = make()\n"
+        "@dataclass\nclass Twice(Objective):\n    low: int = 1\n"
+        "first = Twice\n"  # as a cell of a notebook that runs again
+        "@dataclass\nclass Twice(Objective):\n    low: int = 2\n",
+    )
+    assert {*words_of(Objective)} == {"clip", "gspo", "tight_clip", "twice"}
+    assert actor(objective="twice").objective == made.Twice(low=2)
+
+
+IMPORTED = (
+    *("DualClip", "Fraction", "NonNegative", "PolicyLoss", "PolicyTokens", "_Clipped", "_basic", "_dual_text"),
+    *("dataclass", "gspo_loss", "override"),
+)
+"""What the source of `Gspo` takes from its page."""
+
+
+@pytest.mark.slow
+def test_a_class_moves_to_another_file_without_a_change_for_the_command_line(tmp_path):
+    copy = tmp_path / "realign"
+    shutil.copytree(Path(realign.__file__).parent, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(experiments_dir(), copy / "experiments")
+    page = copy / "interfaces" / "components" / "objectives.py"
+    text = page.read_text()
+    start = text.index("@dataclass\nclass Gspo(")
+    end = text.index("def cispo_loss", start)
+    names = f"from {shipped.__name__} import {', '.join(IMPORTED)}"
+    (page.parent / "gspo.py").write_text(f"from __future__ import annotations\n{names}\n\n\n{text[start:end]}")
+    page.write_text(f"{text[:start]}{text[end:]}\n\nfrom realign.interfaces.components.gspo import Gspo\n")
+    words = ["graph", "experiment=grpo_arithmetic", "algorithm=gspo", "interfaces.actor.objective.low=0.1"]
+    code = f"import sys; from realign.cli.commands import main; sys.exit(main({words!r}))"
+    done = python(code, tmp_path, PYTHONPATH=str(tmp_path), XDG_CACHE_HOME=str(tmp_path / "cache"))
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("annotation", [str, Objective | str, Style, Style | None, object, int, dict[str, Objective]])
 def test_fields_that_accept_text_take_no_words(annotation):
-    assert component_bases(members_of(annotation)) == []
-    assert class_of_word("gspo", members_of(annotation), "key") is None
+    assert component_bases(types_of(annotation)) == []
+    assert class_of_word("gspo", types_of(annotation), "key") is None
 
 
 def test_a_word_builds_the_class_with_its_own_defaults_in_fields_lists_and_mappings():
@@ -149,10 +218,12 @@ def sampler(*overrides: str) -> SamplerSpec:
     return build_experiment(compose(["experiment=grpo_arithmetic", *overrides])).models["actor"].sampler
 
 
-def test_the_words_of_a_contract_are_the_classes_that_its_package_exports(monkeypatch):
-    assert words_of(SamplerSpec) == {"in_process_sampling": InProcessSampling, "sglang": Sglang, "vllm": Vllm}
-    monkeypatch.setattr(words, "PACKAGES", {})
-    assert words_of(SamplerSpec) == {"sampler_spec": SamplerSpec}  # its module contains only the base class
+def test_the_words_of_a_contract_are_the_classes_that_implement_it():
+    assert (
+        words_of(SamplerSpec).items()
+        >= {"in_process_sampling": InProcessSampling, "sglang": Sglang, "vllm": Vllm}.items()
+    )
+    assert not {"servers", "server_settings", "sampler_spec"} & words_of(SamplerSpec).keys()
 
 
 WORD, SLOTS = "models.actor.sampler=in_process_sampling", "models.actor.sampler.max_slots=4"
@@ -175,5 +246,5 @@ def test_a_sampler_is_chosen_by_word_or_target_with_fields_in_either_order(overr
 
 
 def test_an_unknown_sampler_is_an_error_that_lists_the_valid_ones():
-    with pytest.raises(ConfigError, match=r"^models\.actor\.sampler: unknown choice 'fast' \(valid: in_process_samp"):
+    with pytest.raises(ConfigError, match=r"^models\.actor\.sampler: unknown choice 'fast' \(valid: .*in_process_samp"):
         sampler("models.actor.sampler=fast")

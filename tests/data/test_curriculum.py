@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from realign.api import SequenceSample
 from realign.api.seeds import derive_seed
 from realign.config.construct import import_target
-from realign.config.places import place_of
+from realign.config.index import class_at
 from realign.config.words import words_of
 from realign.data import (
     Curriculum,
@@ -39,8 +39,8 @@ from tests import toys
 from tests.data.text_tokenizer import make_tokenizer
 
 unhurried = settings(deadline=None)
-(KIND,) = place_of(("curriculum",)).declared[0]
-SHIPPED = [import_target(cls.path, "curriculum") for cls in words_of(KIND.definition).values()]
+KIND = class_at("realign.data.curriculum.Curriculum")
+SHIPPED = [import_target(cls.path, "curriculum") for (cls,) in words_of(KIND).values()]
 """Every curriculum that a word chooses."""
 STEPS, N, BATCH = 14, 11, 4
 

@@ -1,7 +1,4 @@
-"""`TorchOptimizer`: any optimizer class of torch or of another library, with the settings of `OptimizerSpec`.
-
-It is apart from `optimizer`, since a config may choose among all nodes in the file of their base class by a word.
-"""
+"""`TorchOptimizer`: any optimizer class of torch or of another library, with the settings of `OptimizerSpec`."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +48,8 @@ class TorchOptimizer(OptimizerSpec):
             `other_lr`, updates the rest: embeddings, heads, norms and biases. null: true for torch.optim.Muon.
         other_lr: peak learning rate of the rest; null: `lr`.
     """
+
+    by_word: ClassVar[bool] = False  # a config names the class that it wraps
 
     of: str = ""
     arguments: dict[str, Any] = field(default_factory=dict)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from enum import StrEnum
 from importlib.util import find_spec
@@ -42,7 +43,7 @@ class Updates(StrEnum):
 
 
 @dataclass
-class ServerSettings(SamplerSpec):
+class ServerSettings(SamplerSpec, ABC):
     """Settings of a sampler on inference servers. API keys go into the environment variable `REALIGN_SERVER_KEYS`."""
 
     urls: list[str] = field(default_factory=list)
@@ -101,13 +102,13 @@ class ServerSettings(SamplerSpec):
     returns_masks: ClassVar[bool] = False
     """Whether the server returns sampling masks."""
 
+    @abstractmethod
     def lora_arguments(self, rank: int) -> str:
         """Return the arguments of the usual command for adapters of a rank.
 
         Raises:
             ConfigError: the server does not support the rank.
         """
-        raise NotImplementedError(f"{type(self).__name__} does not implement lora_arguments")
 
     def check(self, where: str) -> None:
         """See `SamplerSpec`.

@@ -1,0 +1,177 @@
+"""The index: what all classes of realign tell a config, in one file that is read without importing them.
+
+So `realign help` and completion import no torch, and the words of a field don't depend on what was imported before.
+The build writes the file into the wheel. In a checkout, the first use writes it into the user's cache folder, and again
+after a source file has changed. Without a folder to write to, each process that needs the index builds it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import inspect
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from functools import cache
+from itertools import chain
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeAlias
+
+from realign.cache_folder import Cache
+from realign.config.classes import Class, Field, Type, described, import_path
+
+PACKAGE = "realign"
+GRAPH = "realign.api.dataflow.DataflowGraph"
+"""Class of a graph, which functions make."""
+ROOT = Path(__file__).resolve().parent.parent
+FILE = Path(__file__).with_name("index.json")
+"""The index of a wheel."""
+WITHOUT = ("realign.demo", "realign.runtime.ray", "realign.testing", "realign.time_machine")
+"""Packages without classes that a config names."""
+LARGEST = 64 << 20
+"""Size in bytes above which the cache gets no more indexes of other installations."""
+
+Find: TypeAlias = Callable[[str], Class | None]
+"""Returns the class at an import path."""
+
+
+def class_at(path: str) -> Class | None:
+    """Return the class, or the function of a graph, at an import path. Classes of realign come from the index.
+
+    Returns:
+        None if there is none, or its module cannot be imported, which building the component reports.
+    """
+    if (found := indexed(path)) is not None:
+        return found
+    with suppress(Exception, SystemExit):
+        return described(object_at(path))
+    return None
+
+
+def indexed(path: str) -> Class | None:
+    """Return the class at an import path, without importing a module; None unless realign ships it."""
+    classes, exported = _shipped()
+    return classes.get(exported.get(path, path)) if path.startswith(f"{PACKAGE}.") else None
+
+
+def variants_of(base: Class) -> Iterator[Class]:
+    """Yield the classes that inherit from a class: first those of realign, then those that others have imported."""
+    yield from _variants().get(base.path, ())
+    cls = _here(base.path)
+    for derived in _subclasses(cls) if inspect.isclass(cls) else ():
+        path = import_path(derived)
+        # A class inside of a function, or that a later one of its name has replaced, has no import path.
+        if not path.startswith(f"{PACKAGE}.") and _here(path) is derived and (found := described(derived)) is not None:
+            yield found
+
+
+def object_at(path: str) -> Any:
+    """Return the object at an import path; None if its module has none of the name, or is of the standard library."""
+    if path.partition(".")[0] in sys.stdlib_module_names:  # it has no components, and importing some of it acts
+        return None
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name, None)
+
+
+def _here(path: str) -> Any:
+    """Return the object at an import path; None if its module is not imported."""
+    module, _, name = path.rpartition(".")
+    return getattr(sys.modules.get(module), name, None)
+
+
+def _subclasses(cls: type) -> Iterator[type]:
+    level: list[type] = cls.__subclasses__()
+    while level:
+        yield from level
+        level = list(chain.from_iterable(above.__subclasses__() for above in level))
+
+
+@cache
+def _variants() -> Mapping[str, list[Class]]:
+    """Return the shipped variants of each class, in the order of their definition within a module."""
+    variants: dict[str, list[Class]] = {}
+    for cls in _shipped()[0].values():
+        for base in cls.bases:
+            variants.setdefault(base, []).append(cls)
+    return variants
+
+
+# --- the file ---
+
+
+# Cached for good, since the files of realign do not change while it runs. A user's files can, as in a notebook.
+@cache
+def _shipped() -> tuple[Mapping[str, Class], Mapping[str, str]]:
+    """Return the classes of realign by import path, and the other import paths of those that packages export."""
+    sources, name = _digest(), f"{hashlib.sha256(str(ROOT).encode()).hexdigest()[:16]}.json"
+    cached = Cache("index", limit=LARGEST, quiet=True)
+    for content in (FILE.read_bytes() if FILE.exists() else None, cached.read(name)):
+        with suppress(ValueError, AttributeError):  # a damaged file
+            if content is not None and (index := json.loads(content)).get("sources") == sources:
+                return _decoded(index)
+    content = build()
+    cached.write(name, content)
+    return _decoded(json.loads(content))
+
+
+def build() -> bytes:
+    """Import the modules of realign, and return what their classes tell a config, as the content of the file."""
+    classes: dict[str, Class] = {}
+    exported: dict[str, str] = {}
+    for module in _modules():
+        for thing in vars(module).values():
+            if getattr(thing, "__module__", None) == module.__name__ and (found := described(thing)) is not None:
+                classes[found.path] = found
+        for name in getattr(module, "__all__", ()):
+            thing = getattr(module, name)
+            path = f"{getattr(thing, '__module__', '')}.{getattr(thing, '__qualname__', '')}"
+            exported |= {f"{module.__name__}.{name}": path} if path.startswith(f"{PACKAGE}.") else {}
+    fields = (field for cls in classes.values() if cls.is_dataclass for field in cls.fields.values())
+    in_fields = {path for field in fields for path in _named(field.types)}
+    kept = {
+        path: vars(cls)
+        for path, cls in classes.items()
+        if cls.is_dataclass or cls.returns == GRAPH or (cls.returns is None and in_fields & {path, *cls.bases})
+    }
+    exported = {name: path for name, path in exported.items() if path in kept}
+    index = {"sources": _digest(), "classes": kept, "exported": exported}
+    return json.dumps(index, separators=(",", ":")).encode()
+
+
+def _named(types: tuple[Type, ...]) -> Iterator[str]:
+    for member in types:
+        yield member.path
+        for inside in member.arguments:
+            yield from _named(inside)
+
+
+def _decoded(index: Mapping[str, Any]) -> tuple[Mapping[str, Class], Mapping[str, str]]:
+    return {path: _class(**values) for path, values in index["classes"].items()}, index["exported"]
+
+
+def _class(fields: Mapping[str, Any], bases: list[str], algorithm: list[str], **values: Any) -> Class:
+    read = {name: Field(name, _types(types), *rest) for name, (_, types, *rest) in fields.items()}
+    return Class(fields=read, bases=tuple(bases), algorithm=tuple(algorithm), **values)
+
+
+def _types(written: list[Any]) -> tuple[Type, ...]:
+    return tuple(Type(name, path, tuple(map(_types, inside)), *rest) for name, path, inside, *rest in written)
+
+
+def _modules() -> Iterator[ModuleType]:
+    for path in sorted(ROOT.rglob("*.py")):
+        name = ".".join([ROOT.name, *path.relative_to(ROOT).with_suffix("").parts]).removesuffix(".__init__")
+        if not name.startswith(WITHOUT) and path.stem != "__main__":
+            with suppress(ImportError):  # of an optional package: a config that needs the module says so
+                yield importlib.import_module(name)
+
+
+def _digest() -> str:
+    """Return the digest of the source files of realign."""
+    digest = hashlib.blake2b(digest_size=16)
+    for path in sorted(ROOT.rglob("*.py")):
+        digest.update(f"\0{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()
