@@ -19,7 +19,6 @@ from realign.config.places import ROOTS, Place, schema
 from realign.config.trees import MISSING, get
 from realign.config.words import TARGET, choices, is_component, snake_case
 
-NUMBERS = frozenset({"int", "float", "bool", "str", "None"})
 OUTER: Mapping[str, str] = {"Mapping": "dict", "Sequence": "list", "Iterable": "list"}
 INDENT = "  "
 
@@ -29,7 +28,7 @@ class Entry:
     """A config key."""
 
     key: str
-    """Full key. In a section of `config.reference`, the name of the field."""
+    """Full key. In the section of a class, the name of the field."""
     type: str
     """Type of the value."""
     default: str | None
@@ -51,7 +50,7 @@ class Section:
     """A key and the keys below it."""
 
     key: str
-    """Full key; empty for the root. In `config.reference`, the import path of the class."""
+    """Full key; empty for the root. Of a class, its import path."""
     name: str
     """Class of the component; empty if the key is none."""
     text: str

@@ -51,15 +51,19 @@ def class_at(path: str) -> Class | None:
     return None
 
 
+@cache
 def indexed(path: str) -> Class | None:
     """Return the class at an import path, without importing a module; None unless realign ships it."""
-    classes, exported = _shipped()
-    return classes.get(exported.get(path, path)) if path.startswith(f"{PACKAGE}.") else None
+    if not path.startswith(f"{PACKAGE}."):
+        return None
+    index = _shipped()
+    values = index["classes"].get(index["exported"].get(path, path))
+    return None if values is None else _decoded(**values)
 
 
 def variants_of(base: Class) -> Iterator[Class]:
     """Yield the classes that inherit from a class: first those of realign, then those that others have imported."""
-    yield from _variants().get(base.path, ())
+    yield from filter(None, map(indexed, _variants().get(base.path, ())))
     cls = _here(base.path)
     for derived in _subclasses(cls) if inspect.isclass(cls) else ():
         path = import_path(derived)
@@ -90,12 +94,12 @@ def _subclasses(cls: type) -> Iterator[type]:
 
 
 @cache
-def _variants() -> Mapping[str, list[Class]]:
-    """Return the shipped variants of each class, in the order of their definition within a module."""
-    variants: dict[str, list[Class]] = {}
-    for cls in _shipped()[0].values():
-        for base in cls.bases:
-            variants.setdefault(base, []).append(cls)
+def _variants() -> Mapping[str, list[str]]:
+    """Return the paths of the shipped variants of each class, in the order of their definition within a module."""
+    variants: dict[str, list[str]] = {}
+    for path, values in _shipped()["classes"].items():
+        for base in values["bases"]:
+            variants.setdefault(base, []).append(path)
     return variants
 
 
@@ -104,17 +108,17 @@ def _variants() -> Mapping[str, list[Class]]:
 
 # Cached for good, since the files of realign do not change while it runs. A user's files can, as in a notebook.
 @cache
-def _shipped() -> tuple[Mapping[str, Class], Mapping[str, str]]:
-    """Return the classes of realign by import path, and the other import paths of those that packages export."""
+def _shipped() -> Mapping[str, Mapping[str, Any]]:
+    """Return the index: `classes` by import path, and `exported`, their other import paths in packages."""
     sources, name = _digest(), f"{hashlib.sha256(str(ROOT).encode()).hexdigest()[:16]}.json"
     cached = Cache("index", limit=LARGEST, quiet=True)
     for content in (FILE.read_bytes() if FILE.exists() else None, cached.read(name)):
         with suppress(ValueError, AttributeError):  # a damaged file
             if content is not None and (index := json.loads(content)).get("sources") == sources:
-                return _decoded(index)
+                return index
     content = build()
     cached.write(name, content)
-    return _decoded(json.loads(content))
+    return json.loads(content)
 
 
 def build() -> bytes:
@@ -148,11 +152,7 @@ def _named(types: tuple[Type, ...]) -> Iterator[str]:
             yield from _named(inside)
 
 
-def _decoded(index: Mapping[str, Any]) -> tuple[Mapping[str, Class], Mapping[str, str]]:
-    return {path: _class(**values) for path, values in index["classes"].items()}, index["exported"]
-
-
-def _class(fields: Mapping[str, Any], bases: list[str], algorithm: list[str], **values: Any) -> Class:
+def _decoded(fields: Mapping[str, Any], bases: list[str], algorithm: list[str], **values: Any) -> Class:
     read = {name: Field(name, _types(types), *rest) for name, (_, types, *rest) in fields.items()}
     return Class(fields=read, bases=tuple(bases), algorithm=tuple(algorithm), **values)
 

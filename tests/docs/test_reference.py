@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from pathlib import Path
 
 import pytest
+
+from tests.processes import python
 
 ROOT = Path(__file__).parents[2]
 spec = importlib.util.spec_from_file_location("reference_pages", ROOT / "docs" / "reference.py")
@@ -17,7 +20,9 @@ HAND_WRITTEN = {"api.md", "environment-variables.md"}
 
 @pytest.fixture(scope="module")
 def written():
-    return pages.pages()
+    # In a process of its own: classes of other tests would be choices too.
+    code = f"import json, runpy; print(json.dumps(runpy.run_path({pages.__file__!r})['pages']()))"
+    return json.loads(python(code, ROOT).stdout)
 
 
 def test_pages_are_what_the_classes_say(written):
@@ -32,6 +37,24 @@ def test_every_shipped_component_is_on_one_page(written):
     for section in pages.reference():
         if "." in section.key:
             assert text.count(f"`_target_: {section.key}`") == 1, section.key
+
+
+def test_every_field_of_every_component_has_a_text_a_type_and_a_default_or_must_be_set():
+    sections = pages.reference()
+    assert len({one.key for one in sections}) == len(sections)
+    assert sum(len(one.entries) for one in sections) > 350
+    for one in sections:
+        assert one.text, one.key
+        for field in one.entries:
+            assert field.text, f"{one.key}.{field.key} has no text: write a string below the field"
+            assert field.type, f"{one.key}.{field.key}"
+
+
+def test_fields_know_the_experiments_that_set_them():
+    used = pages.set_by()
+    assert used["realign.interfaces.grpo.GRPOActorInterface", "generation"][:1] == ["grpo"]
+    assert "grpo_arithmetic" in used["realign.engines.training.optimizer.Schedule", "warmup"]
+    assert ("realign.interfaces.grpo.GRPOActorInterface", "name") not in used
 
 
 def test_a_field_names_the_experiments_that_set_it(written):
