@@ -23,6 +23,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 
 from realign.settings import Range, default_of
 
+PACKAGE = "realign"
 TARGET = "_target_"
 """Key of a component's class: its import path, or its word."""
 SET_BY_RUN = "interfaces"
@@ -93,6 +94,11 @@ class Class:
     def name(self) -> str:
         """Name without its module."""
         return self.path.rpartition(".")[2]
+
+    @property
+    def is_shipped(self) -> bool:
+        """Whether realign ships it."""
+        return self.path.startswith(f"{PACKAGE}.")
 
 
 def described(thing: Any) -> Class | None:

@@ -21,11 +21,12 @@ from types import ModuleType
 from typing import Any, TypeAlias
 
 from realign.cache_folder import Cache
-from realign.config.classes import Class, Field, Type, described, import_path
+from realign.config.classes import PACKAGE, Class, Field, Type, described, import_path
 
-PACKAGE = "realign"
 GRAPH = "realign.api.dataflow.DataflowGraph"
 """Class of a graph, which functions make."""
+SETTINGS = "realign.settings.Settings"
+"""Base class of what a config sets."""
 ROOT = Path(__file__).resolve().parent.parent
 FILE = Path(__file__).with_name("index.json")
 """The index of a wheel."""
@@ -133,12 +134,12 @@ def build() -> bytes:
             thing = getattr(module, name)
             path = f"{getattr(thing, '__module__', '')}.{getattr(thing, '__qualname__', '')}"
             exported |= {f"{module.__name__}.{name}": path} if path.startswith(f"{PACKAGE}.") else {}
-    fields = (field for cls in classes.values() if cls.is_dataclass for field in cls.fields.values())
-    in_fields = {path for field in fields for path in _named(field.types)}
+    settings = (cls for cls in classes.values() if SETTINGS in (cls.path, *cls.bases))
+    in_fields = {path for cls in settings for field in cls.fields.values() for path in _named(field.types)}
     kept = {
         path: vars(cls)
         for path, cls in classes.items()
-        if cls.is_dataclass or cls.returns == GRAPH or (cls.returns is None and in_fields & {path, *cls.bases})
+        if cls.returns == GRAPH or (cls.returns is None and {SETTINGS, *in_fields} & {path, *cls.bases})
     }
     exported = {name: path for name, path in exported.items() if path in kept}
     index = {"sources": _digest(), "classes": kept, "exported": exported}

@@ -14,7 +14,7 @@ from typing import Any, TypeGuard
 from realign.config.classes import TARGET as TARGET  # re-export
 from realign.config.classes import Class, Type, first_sentence
 from realign.config.errors import ConfigError, suggest
-from realign.config.index import PACKAGE, class_at, variants_of
+from realign.config.index import class_at, variants_of
 
 NONE = "none"
 """Word for `None`, if the annotation allows it."""
@@ -61,11 +61,10 @@ def words_of(base: Class) -> dict[str, list[Class]]:
     for cls in variants:
         ending = ENDINGS.get(base.path, "")
         word = snake_case(cls.name.removesuffix(ending))
-        is_shipped = cls.path.startswith(f"{PACKAGE}.")
-        if ending and is_shipped and cls.name.endswith(ending) and cls.module not in files:
+        if ending and cls.is_shipped and cls.name.endswith(ending) and cls.module not in files:
             files.add(cls.module)
             word = cls.module.rpartition(".")[2]
-        if is_shipped or not any(other.path.startswith(f"{PACKAGE}.") for other in words.get(word, ())):
+        if cls.is_shipped or not any(other.is_shipped for other in words.get(word, ())):
             words.setdefault(word, []).append(cls)
     if len(variants) > 1 and not base.fields:
         words = {word: classes for word, classes in words.items() if base not in classes}
@@ -137,5 +136,6 @@ def of_sibling(cls: Class, key: str) -> str:
 
 def not_of(cls: Class, key: str, others: Iterable[Class]) -> str:
     """Return the message about a key that `cls` does not have, but some of the others; empty if none of them has it."""
-    having = dict.fromkeys(other.name for other in others if key.rpartition(".")[2] in other.fields)
-    return f"unknown key {key!r}: it is a setting of {' and '.join(having)}, not of {cls.name}" if having else ""
+    having = [other for other in others if key.rpartition(".")[2] in other.fields]
+    named = dict.fromkeys(other.name for other in [other for other in having if other.is_shipped] or having)
+    return f"unknown key {key!r}: it is a setting of {' and '.join(named)}, not of {cls.name}" if named else ""

@@ -42,7 +42,8 @@ CHECKOUT = Path(__file__).parents[2]
         ("realign interfaces.actor.advantage=gae interfaces.actor.advantage.l", ["interfaces.actor.advantage.lam="]),
         ("realign interfaces.actor.objective.d", ["interfaces.actor.objective.dual="]),  # the default of the field
         ("realign graph.", []),  # no config sets the parameter `interfaces`
-        ("realign callbacks.stop=", ["callbacks.stop=early_stopping", "callbacks.stop=null"]),
+        ("realign callbacks.stop=e", ["callbacks.stop=early_stopping"]),
+        ("realign callbacks.stop=n", ["callbacks.stop=null"]),
         ("realign callbacks.stop=early_stopping callbacks.stop.p", ["callbacks.stop.patience="]),
         ("realign microbatch.n", ["microbatch.n_microbatches="]),
         ("realign rollout=async rollout.max_s", ["rollout.max_staleness="]),
