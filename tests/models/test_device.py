@@ -10,7 +10,7 @@ from realign.config.files import list_experiments
 from realign.engines import OptimizerSpec, SharedModel, TransformersModel
 from realign.errors import ConfigError
 from realign.models import Backend
-from realign.models.device import CUBLAS, DType, pick_device, products_dtype
+from realign.models.device import CUBLAS, DType, disable_tf32, pick_device, products_dtype
 from realign.models.network import kernels
 from tests.config_parts import MUST_BE_GIVEN
 from tests.flash_stand_in import install_flash
@@ -57,6 +57,16 @@ def test_the_default_precision_follows_the_device(monkeypatch, dtype, device, ca
 def test_rocm_computes_in_bf16(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "6")
     assert products_dtype(DType.auto, CUDA) == torch.bfloat16
+
+
+def test_models_on_cuda_compute_without_tf32(tf32):
+    flags = torch.backends.cuda.matmul, torch.backends.cudnn
+    for flag in flags:
+        flag.allow_tf32 = True
+    disable_tf32(CPU)
+    assert all(flag.allow_tf32 for flag in flags)
+    disable_tf32(CUDA)
+    assert not any(flag.allow_tf32 for flag in flags)
 
 
 def test_a_loaded_model_reads_its_precision_from_the_device(tmp_path, monkeypatch):

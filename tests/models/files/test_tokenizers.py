@@ -14,6 +14,7 @@ from realign.models.files.tokenizers import (
     difference,
     has_tokenizer,
     read_tokenizer,
+    reread_difference,
     save_tokenizer,
 )
 from tests.grids import rotating
@@ -119,6 +120,12 @@ def test_a_tokenizer_that_does_not_read_back_warns_and_the_save_continues(tmp_pa
     assert (tmp_path / "tokenizer.json").is_file()
     with pytest.warns(UserWarning, match=r"^runs/x/final/actor: the saved tokenizer differs"):
         save_tokenizer(tokenizer, tmp_path, Path("runs/x/final/actor"))
+
+
+def test_a_folder_that_cannot_be_read_back_is_a_difference(tmp_path):
+    save_tiny(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    assert "AutoTokenizer cannot read it" in reread_difference(tiny_tokenizer(), tmp_path)
 
 
 def test_a_folder_without_a_tokenizer_names_the_key_and_the_cure(tmp_path):

@@ -13,6 +13,7 @@ from realign.errors import ConfigError, DataError
 from realign.models import Causal, ValueHead
 from realign.models.network.trains import Lora, TopLayers
 from realign.models.network.value_head import ValueNetwork
+from realign.samplers.in_process.background import StreamingEngine
 from realign.samplers.in_process.settings import InProcessSampling
 from tests.encoder_decoders import FAMILIES, family_pair, own_logprobs, sample_of, save_pair, tiny_pair
 from tests.tiny import VOCAB, engine_over
@@ -228,6 +229,11 @@ def test_a_setting_that_encoder_decoder_models_do_not_support_is_an_error(settin
     spec = TransformersModel(str(save_pair("t5", tmp_path / "t5")), optimizer=OptimizerSpec(), **values)
     with pytest.raises(ConfigError, match=message):
         spec.load("actor", seed=0)
+
+
+def test_asynchronous_sampling_is_an_error():
+    with pytest.raises(ConfigError, match=r"models\.actor: encoder-decoder models cannot sample asynchronously"):
+        StreamingEngine("actor", engine_of("t5"))
 
 
 def test_a_model_without_a_start_token_is_an_error():

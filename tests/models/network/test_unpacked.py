@@ -126,3 +126,9 @@ def test_the_warning_names_the_family_and_what_it_costs(caplog):
 def test_a_model_that_sees_later_tokens_is_rejected():
     with pytest.raises(ConfigError, match="'bert' is not supported: it is not causal"):
         engine_of("bert")
+
+
+def test_branches_require_a_packed_model():
+    engine = engine_of("bloom")
+    with pytest.raises(ConfigError, match="branch=reference requires a model that can run packed"):
+        engine.reference()
