@@ -67,22 +67,6 @@ def test_any_graph_without_a_circle_is_ordered_by_first_come_among_the_ready(n: 
     assert names(graph(*rpcs)) == [str(i) for i in want]
 
 
-def test_the_calls_that_lead_to_a_key() -> None:
-    other = RPC("other", "critic", "inference", inputs=("prompt_ids",), outputs=("critic_values",))
-    found = graph(TRAIN, other, REWARD, GEN, REF)
-    assert [rpc.name for rpc in found.leading_to("rewards")] == ["actor_gen", "reward_inf"]
-    assert [rpc.name for rpc in found.leading_to("critic_values")] == ["other"]
-    assert found.leading_to("prompt_ids") == ()
-    late = graph(replace(GEN, after=("other",)), REWARD, other)
-    assert [rpc.name for rpc in late.leading_to("rewards")] == ["other", "actor_gen", "reward_inf"]
-
-
-def test_two_train_steps_of_a_model_stay_as_declared() -> None:
-    first, second = (RPC(name, "actor", "train_step") for name in ("warm_up", "train"))
-    assert names(graph(first, second)) == ["warm_up", "train"]
-    assert names(graph(replace(first, after=("train",)), second)) == ["train", "warm_up"]
-
-
 @pytest.mark.parametrize(
     ("build", "message"),
     [

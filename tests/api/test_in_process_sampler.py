@@ -4,12 +4,10 @@ import threading
 from dataclasses import replace
 
 import pytest
-import torch
 
-from realign.api import GenerationConfig, InProcessSampler, Request, SequenceSample
+from realign.api import GenerationConfig, InProcessSampler, SequenceSample
 from realign.api.in_process_sampler import IN_PROCESS
 from realign.api.sampler import requests_of
-from realign.errors import ConfigError
 from realign.testing import SAMPLER_CHECKS, BigramEngine, check_sampler
 from tests.table_sampler import CONFIG, prompts
 from tests.tiny import tiny_engine
@@ -83,31 +81,6 @@ def test_requests_that_arrive_while_the_first_one_is_awaited_are_sampled_with_it
     monkeypatch.setattr("realign.api.in_process_sampler.time.sleep", arrives)
     sampler.submit(first).result()
     assert engine.calls == [(("a", "b", "c", "d"), 3)]
-
-
-def test_requests_of_other_seeds_settings_or_prompts_are_calls_of_their_own():
-    engine = Counting()
-    sampler = InProcessSampler(engine)
-    first = requests_of(prompts("a"), CONFIG, 1)[0]
-    others = [
-        replace(first, seed=2),
-        replace(first, config=GenerationConfig(max_new_tokens=6, temperature=0.5)),
-        replace(first, prompt_ids=torch.tensor([5])),
-        replace(first, config=replace(CONFIG, n=9), id="b"),  # n has no effect
-    ]
-    handles = [sampler.submit(r) for r in [first, *others]]
-    want = [InProcessSampler(BigramEngine()).submit(r).result() for r in [first, *others]]
-    assert [h.result().ids.tolist() for h in handles] == [w.ids.tolist() for w in want]
-    assert sorted(ids for ids, _ in engine.calls) == [("a",), ("a",), ("a",), ("a", "b")]
-
-
-def test_an_error_of_the_engine_is_the_result_of_the_requests_of_its_call():
-    sampler = InProcessSampler(tiny_engine())
-    good = sampler.submit(Request("a", 0, torch.tensor([3]), TEXT, 0))
-    bad = sampler.submit(Request("b", 0, torch.tensor([3]), replace(TEXT, stop_token_ids=[9999]), 0))
-    assert len(good.result().ids)
-    with pytest.raises(ConfigError, match="stop token 9999"):
-        bad.result()
 
 
 def test_pause_update_and_timeouts_wait_for_the_engine():

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from realign.api import Lengths
-from realign.api.lengths import concatenate, pack, pick
+from realign.api.lengths import pack, pick
 
 NESTED = st.lists(st.lists(st.integers(0, 5), max_size=4), max_size=6)
 
@@ -78,13 +78,6 @@ def test_a_length_is_a_natural_number(nested: list[list[int]], message: str) -> 
         Lengths.of(nested)
 
 
-def test_counts_and_lengths_must_be_of_the_same_sequences() -> None:
-    with pytest.raises(ValueError, match="counts sum to 3 sequences, but flat has 1"):
-        Lengths(np.array([1, 2]), np.array([4]))
-    with pytest.raises(ValueError, match=r"Lengths.counts must be a list of integers, found int64 of shape \[1, 1\]"):
-        Lengths(np.array([[1]]), np.array([4]))
-
-
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 200), min_size=1, max_size=8), st.data())
 def test_picked_rows_are_those_of_the_sequences_however_long(sizes: list[int], data: st.DataObject) -> None:
@@ -94,22 +87,6 @@ def test_picked_rows_are_those_of_the_sequences_however_long(sizes: list[int], d
     chosen = data.draw(st.permutations(range(len(sizes))))
     parts = torch.split(x, sizes)
     assert torch.equal(pick(x, lengths.rows(np.array(chosen))), torch.cat([parts[s] for s in chosen]))
-
-
-def test_lists_are_promoted_to_one_dtype_and_tensors_are_not() -> None:
-    x, lengths = pack("x", ["a", "b"], [[[1, 2], []], [[0.5]]])
-    assert x.tolist() == [1.0, 2.0, 0.5]
-    assert lengths.nested() == ((2, 0), (1,))
-    with pytest.raises(ValueError, match="key 'x' is float64 for 'b', but int64 for 'a'"):
-        pack("x", ["a", "b"], [[[1, 2]], [[torch.zeros(1, dtype=torch.float64)][0]]])
-
-
-def test_parts_without_rows_adapt() -> None:
-    owners = [("a",), ("b",), ("c",)]
-    parts = [torch.zeros(0), torch.ones(2, 3, dtype=torch.int64), torch.zeros(0, 5)]
-    assert torch.equal(concatenate("x", parts, owners), parts[1])
-    assert concatenate("x", parts[2:], owners[2:]).shape == (0, 5)
-    assert concatenate("x", [], []).shape == (0,)
 
 
 @pytest.mark.parametrize(

@@ -73,21 +73,6 @@ def test_the_number_is_at_least_what_is_asked_and_bounded(nested: list[list[int]
         assert needed <= len(plan) <= max(needed, math.ceil(2 * sum(units) / limit), over_half)
 
 
-@settings(deadline=None)
-@given(NESTED, st.integers(1, 8))
-def test_loads_differ_by_one_group_at_most(nested: list[list[int]], n: int) -> None:
-    plan = plan_microbatches(Lengths.of(nested), MicroBatchSpec(None, n))
-    loads = loads_of(plan, nested)
-    assert not loads or max(loads) - min(loads) <= max(units_of(nested, None))
-
-
-def test_loads_are_left_uneven_where_evening_out_would_break_the_budget() -> None:
-    sizes = [31, 30, 30, 28, 28, 27, 17, 15, 11, 11, 9]  # 15 + 11 + 9 = 35 exceeds the budget
-    nested = [[size] for size in sizes]
-    plan = plan_microbatches(Lengths.of(nested), MicroBatchSpec(34))
-    assert loads_of(plan, nested) == [31, 30, 30, 28, 28, 27, 32, 31]
-
-
 @pytest.mark.parametrize(
     ("ids", "owner"), [(None, "prompt 1 of the batch"), (("a", "b"), "id 'b'")], ids=["position", "id"]
 )

@@ -14,11 +14,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realign.api import GenerationConfig, Lengths, MicroBatchSpec, SequenceSample, part_sizes
-from realign.api.sample import IMAGE_KEYS, shard, with_own_metadata, with_response_index
-from realign.api.sampler import requests_of
+from realign.api import Lengths, MicroBatchSpec, SequenceSample, part_sizes
+from realign.api.sample import IMAGE_KEYS, shard, with_response_index
 from realign.functional.normalization import Scope, normalize
-from tests.images import image_prompts, image_sample
+from tests.images import image_sample
 
 DTYPES = {
     "input_ids": torch.int64,
@@ -180,16 +179,6 @@ def test_take_sequences_keeps_only_these(naive: Naive, data: st.DataObject) -> N
 
 
 @settings(deadline=None)
-@given(naive_batches(), st.data())
-def test_select_and_merge_are_inverse(naive: Naive, data: st.DataObject) -> None:
-    sample = naive.sample()
-    left = data.draw(st.sets(st.sampled_from(sorted(sample.keys))))
-    parts = sample.select(left), sample.select(sample.keys - left)
-    assert parts[0].keys == left
-    assert_holds(parts[0].merge(parts[1]), naive)
-
-
-@settings(deadline=None)
 @given(naive_batches())
 def test_pickling_keeps_everything(naive: Naive) -> None:
     sample = naive.sample()
@@ -198,15 +187,6 @@ def test_pickling_keeps_everything(naive: Naive) -> None:
         assert made.lengths["input_ids"] is made.lengths["loss_mask"]
         with pytest.raises(TypeError):
             made.data["x"] = torch.zeros(1)
-
-
-def test_a_pickled_part_does_not_carry_the_whole() -> None:
-    lengths = Lengths(np.full(100, 1), np.full(100, 1000))
-    sample = SequenceSample(tuple(range(100)), {"x": torch.arange(100_000)}, {"x": lengths})
-    part = sample.unpack()[7]
-    assert part["x"].untyped_storage().data_ptr() == sample["x"].untyped_storage().data_ptr()  # a view, not a copy
-    assert len(pickle.dumps(part)) < 12_000
-    assert torch.equal(pickle.loads(pickle.dumps(part))["x"], torch.arange(7000, 8000))
 
 
 def example() -> SequenceSample:
@@ -383,20 +363,6 @@ def test_nothing_of_a_sample_can_be_replaced() -> None:
     assert built.metadata["row"] == (1,)
 
 
-def test_more_rows_than_int32_can_count_are_refused() -> None:
-    n = 2**31
-    sample = SequenceSample(("a",), {"x": torch.empty(n, device="meta")}, {"x": Lengths.of([[n]])})
-    with pytest.raises(ValueError, match="key 'x' has 2147483648 rows, which exceeds int32 cu_seqlens"):
-        sample.cu_seqlens("x")
-
-
-def test_nothing_requires_input_ids() -> None:
-    sample = SequenceSample.from_sequences(["a", "b"], {"pairs": [[[1, 2, 3]], [[4]]]})
-    assert [mb["pairs"].tolist() for mb in sample.split(MicroBatchSpec(3), key="pairs")] == [[1, 2, 3], [4]]
-    with pytest.raises(ValueError, match="no packed key 'input_ids'"):
-        sample.n_sequences  # noqa: B018
-
-
 def test_minibatches_deal_every_prompt_out_once_in_an_order_that_the_generator_draws():
     data = SequenceSample.from_sequences(range(7), {"input_ids": [[[i]] for i in range(7)]})
     parts = data.minibatches(3, np.random.default_rng(0))
@@ -433,14 +399,6 @@ def equal(a, b):
     return a.ids == b.ids and a.lengths == b.lengths and all(torch.equal(a[key], b[key]) for key in a.keys)
 
 
-def test_images_follow_their_prompts_in_another_order(data):
-    moved = data.take([3, 0, 2, 1])
-    assert list(images_of(moved)) == ["p3", "p0", "p2", "p1"]
-    assert_same_images(moved, data)
-    for part in data.minibatches(2, np.random.default_rng(0)):
-        assert_same_images(part, data)
-
-
 @pytest.mark.parametrize("budget", [32, 40, 100])
 def test_micro_batches_with_a_part_of_a_group_have_the_images_of_its_prompt(data, budget):
     batches = data.split(MicroBatchSpec(max_tokens_per_microbatch=budget))
@@ -455,12 +413,6 @@ def test_shards_for_ranks_have_the_images_of_their_prompts(data, ranks):
     for part in parts:
         assert_same_images(part, data)
     assert equal(parts.restore(list(parts)), data)
-
-
-def test_requests_with_images_are_rejected():
-    with pytest.raises(ValueError, match="the prompts have images"):
-        requests_of(image_prompts(SIZES), GenerationConfig(), 0)
-    assert len(requests_of(image_prompts([[], []]), GenerationConfig(n=2), 0)) == 4
 
 
 NESTED = st.lists(st.lists(st.integers(0, 30), max_size=4), max_size=12)
@@ -548,11 +500,3 @@ def test_episodes_are_counted_by_their_first_sequence_in_a_mask():
     alone = SequenceSample.from_sequences(["a"], {"input_ids": [[[1], [2]]]})
     assert alone.episode_index().tolist() == [0, 1]
     assert alone.once_per_episode(torch.tensor([False, True])).tolist() == [False, True]
-
-
-def test_copies_of_metadata_are_independent_even_of_one_row_twice():
-    row = {"board": [0]}
-    sample = SequenceSample(("a", "b"), metadata={"row": (row, row)})
-    one, two = with_own_metadata(sample).metadata["row"]
-    one["board"].append(1)
-    assert (one, two, row) == ({"board": [0, 1]}, {"board": [0]}, {"board": [0]})

@@ -8,8 +8,6 @@ import torch
 from realign.api import GenerationConfig, Model, Request, SequenceSample
 from realign.api.sampler import (
     Completion,
-    FutureHandle,
-    generate_by_requests,
     requests_of,
     sample_of,
 )
@@ -94,20 +92,6 @@ def test_responses_are_put_behind_their_prompts():
     assert torch.equal(out["loss_mask"], out["versions"] == 4)
     assert out["truncated"].tolist() == [False, True, False, False]
     assert len(sample_of(data.take([]), [], 2)) == 0
-
-
-def test_an_error_of_one_request_cancels_the_others():
-    handles: list[FutureHandle] = []
-
-    def submit(request: Request) -> FutureHandle:
-        handles.append(FutureHandle(request))
-        if len(handles) == 2:
-            handles[0].future.set_exception(ValueError("no such token"))
-        return handles[-1]
-
-    with pytest.raises(ValueError, match="no such token"):
-        generate_by_requests(submit, prompts("a"), GenerationConfig(n=2), seed=0)
-    assert handles[1].future.cancelled()
 
 
 def test_a_model_samples_with_its_engine_at_its_version_or_with_its_external_sampler():

@@ -88,13 +88,6 @@ def test_only_the_last_turn_can_be_trained(load):
     )
 
 
-def test_each_turn_can_be_a_sequence_that_ends_with_it(load):
-    dataset = load([{"messages": TWO_TURNS}], train_on_turns=Turns.each)
-    assert trained(dataset) == [["hi<|im_end|>"], ["2<|im_end|>"]]
-    assert dataset.sample([(0, 0)]).lengths["input_ids"].counts.tolist() == [2]
-    assert dataset.longest_sequence < dataset.longest_row
-
-
 def test_a_turn_with_weight_0_is_not_trained(load):
     first = [user("a"), {**assistant("b"), "weight": 0}, user("c"), {**assistant("d"), "weight": 1}]
     assert trained(load([{"messages": first}])) == [["d<|im_end|>"]]
@@ -232,19 +225,6 @@ def test_tools_tool_calls_and_results_are_rendered(load):
         "<|im_start|>assistant\n"
     )
     assert answer == ("It is 1.<|im_end|>", True)
-
-
-def test_tools_and_arguments_may_be_json_text(load):
-    as_text = [
-        CALLS[0],
-        {"role": "assistant", "content": None, "tool_calls": [{"name": "add", "arguments": '{"a": 1}'}] * 2},
-    ]
-    as_text += CALLS[2:]
-    expected = runs(load([{"messages": CALLS, "tools": [ADD]}]))
-    assert runs(load([{"messages": as_text, "tools": json.dumps([ADD])}])) == expected
-    nulls = json.loads(json.dumps(ADD)) | {"strict": None}
-    assert runs(load([{"messages": CALLS, "tools": [nulls]}])) == expected
-    assert runs(load([{"messages": CALLS, "functions": [ADD]}], tools_column="functions")) == expected
 
 
 def test_arguments_that_a_template_would_print_as_python_are_passed_as_json_text(load):

@@ -165,19 +165,6 @@ def test_a_solved_row_does_not_come_again(limit):
     assert solved
 
 
-@unhurried
-@given(st.lists(st.sampled_from([0.0, 0.1, 0.7, 1.0]), min_size=1, max_size=9).filter(any), st.integers(0, 2**32))
-def test_no_row_comes_twice_in_an_epoch_and_the_heaviest_come_in_each(numbers, seed):
-    prompts = stream(Fixed(numbers=numbers), len(numbers), 5, seed)
-    rows = [pair for _ in range(20) for pair in rows_of(prompts.draw())]
-    assert len(set(rows)) == len(rows)
-    last = max(epoch for epoch, _ in rows)
-    heaviest = {row for row, weight in enumerate(numbers) if weight == max(numbers)}
-    for epoch in range(last):
-        assert heaviest <= {row for e, row in rows if e == epoch}
-    assert {row for _, row in rows} <= {row for row, weight in enumerate(numbers) if weight}
-
-
 def other(name: str, value: Any) -> Any:
     """Another valid value of a setting, for any curriculum: the next enum member, a larger window, a middle rate."""
     if isinstance(value, Enum):
@@ -248,18 +235,6 @@ def test_missing_rewards_do_not_count_and_a_group_without_any_is_no_visit():
     assert prompts.order.state_dict()["visits"].tolist() == [1, 0]
 
 
-def test_used_rows_are_passed_over_and_forgotten():
-    """Dynamic sampling draws until no row with a weight is left."""
-    prompts = stream(Fixed(numbers=[1.0, 0.2, 0.0, 1.0, 0.5]), n=5, batch=2)
-    used: set[int] = set()
-    drawn = []
-    while (batch := prompts.draw_new(used)) is not None:
-        drawn += [row for _, row in rows_of(batch)]
-        prompts.record(batch)
-    assert sorted(drawn) == [0, 1, 3, 4]
-    assert prompts.state_dict()["curriculum"]["waiting"] == []
-
-
 def test_a_run_may_turn_a_curriculum_on_or_off_and_change_its_window():
     plain = PromptStream(Rows(N), BATCH, 0, True)
     for _ in range(3):
@@ -324,16 +299,6 @@ def test_metrics_describe_the_rows_and_their_pass_rates():
 def test_weights_that_choose_nothing_are_an_error(numbers, message):
     with pytest.raises(RunError, match=message):
         stream(Fixed(numbers=numbers), n=4).draw()
-
-
-def test_a_row_of_weight_whose_source_never_comes_is_an_error(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"prompt": "a"}\n')
-    (tmp_path / "b.jsonl").write_text('{"prompt": "b"}\n')
-    sources = [RowSource(str(tmp_path / "a.jsonl"), weight=1e9), RowSource(str(tmp_path / "b.jsonl"), weight=1e-9)]
-    data = PromptData(sources).load(make_tokenizer())
-    prompts = PromptStream(data, 2, 0, True, curriculum=Fixed(numbers=[0.0, 1.0]))
-    with pytest.raises(RunError, match=r"prompts in a row were passed over\. 1 of the 2 rows have a weight above 0"):
-        prompts.draw()
 
 
 def test_combined_data_and_mixtures_have_curricula(tmp_path):

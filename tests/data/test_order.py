@@ -17,7 +17,7 @@ from realign.data import (
     batch_indices,
     epoch_order,
 )
-from realign.data.order import BLOCK, Mixture, Ramp, SourceChoice
+from realign.data.order import BLOCK, Ramp, SourceChoice
 from realign.errors import DataError, SettingsError
 from tests.data.text_tokenizer import make_tokenizer
 
@@ -116,28 +116,6 @@ def test_the_sources_follow_weights_that_change(weights, seed):
 
 def test_a_weight_starts_at_the_first_prompt_and_arrives_after_the_given_number_of_prompts():
     assert Ramp(1.0, 3.0, 4).at(np.array([0, 1, 2, 3, 4, 5])).tolist() == [1.0, 1.5, 2.0, 2.5, 3.0, 3.0]
-
-
-@settings(deadline=None, max_examples=30)
-@given(st.lists(st.integers(1, 9), min_size=2, max_size=3), st.booleans(), st.integers(0, 2))
-def test_each_source_of_a_mixture_repeats_its_own_epochs(sizes, shuffle, seed):
-    mixture = Mixture(tuple("abc"[: len(sizes)]), tuple(sizes), tuple(float(i + 1) for i in range(len(sizes))))
-    found = mixture.order(seed, shuffle).rows(range(60))
-    assert len(set(found)) == 60
-    starts = np.cumsum([0, *sizes])
-    for source, n in enumerate(sizes):
-        own = [(epoch, row - starts[source]) for epoch, row in found if starts[source] <= row < starts[source + 1]]
-        for epoch in range(len(own) // n):
-            part = own[epoch * n : (epoch + 1) * n]
-            assert {e for e, _ in part} == {epoch}
-            assert sorted(row for _, row in part) == list(range(n))
-
-
-def test_any_places_of_a_mixture_are_those_of_the_whole_order():
-    mixture = Mixture(("a", "b"), (5, 3), (0.7, 0.3))
-    whole = mixture.order(1, True).rows(range(200))
-    assert mixture.order(1, True).rows([150, 3, 99]) == [whole[150], whole[3], whole[99]]
-    assert mixture.order(2, True).rows(range(200)) != whole
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from realign.data import PreferenceData, PromptData, RewardedData, RowSource, Split, SupervisedData, UnpairedData
-from realign.data.dataset import content_hash
 from realign.data.files import JsonLinesFile
 from realign.errors import DataError, SettingsError
 from tests.data.text_tokenizer import make_tokenizer
@@ -189,20 +188,6 @@ def test_dropped_rows_are_counted_and_the_first_is_named(files, caplog):
     assert metrics == {"data/epoch": 0.0, "data/rows_read": 11.0, "data/rows_dropped": 2.0, "data/rows_truncated": 0.0}
 
 
-def test_metrics_are_those_of_an_undisturbed_run_after_resuming(files):
-    data = prompts(sources_of(files, True))
-    dataset = data.load(TOKENIZER)
-    order = dataset.order(0, True)
-    order.rows(range(20))
-    state = order.state_dict()
-    order.rows(range(20, 30))
-    resumed = data.load(TOKENIZER).order(0, True)
-    resumed.load_state_dict(state)
-    resumed.rows(range(20, 30))
-    assert resumed.metrics() == order.metrics()
-    assert sum(value for name, value in order.metrics().items() if name.endswith("/fraction")) == pytest.approx(1)
-
-
 def test_a_row_that_cannot_be_read_or_encoded_names_its_file_and_line(tmp_path):
     file = write(tmp_path / "rows.jsonl", [row(i) for i in range(20)])
     with file.open("a") as out:
@@ -214,16 +199,6 @@ def test_a_row_that_cannot_be_read_or_encoded_names_its_file_and_line(tmp_path):
         out.write("{\n")
     with pytest.raises(DataError, match=r"rows\.jsonl, line 22 is not valid JSON"):
         dataset.order(0, shuffle=False).rows(range(30))
-
-
-def test_the_identity_of_a_stream_follows_the_content_of_its_files(tmp_path):
-    file = write(tmp_path / "rows.jsonl", [row(i) for i in range(20)])
-    first = content_hash(prompts(str(file)).load(TOKENIZER))
-    copy = write(tmp_path / "copy.jsonl", [row(i) for i in range(20)])
-    assert content_hash(prompts(str(copy)).load(TOKENIZER)) == first
-    assert content_hash(prompts(str(copy), shuffle_buffer=5).load(TOKENIZER)) != first
-    copy.write_text(copy.read_text().replace("3?", "4?"))
-    assert content_hash(prompts(str(copy)).load(TOKENIZER)) != first
 
 
 def test_settings_that_do_not_fit_streaming_are_named(files):

@@ -127,18 +127,6 @@ def test_a_template_with_the_date_has_tokens_of_each_day(write, tokenized, monke
         assert bool(tokenized) == new
 
 
-class OwnData(SupervisedData):
-    """A class outside of the package, which may change between two runs."""
-
-
-def test_tokens_of_a_users_class_are_not_kept(write, tokenized):
-    for _ in range(2):
-        tokenized.clear()
-        OwnData(write({"prompt": "123 45", "completion": "2"}), cache=True).load(make_tokenizer())
-        assert tokenized
-    assert not Cache("tokens").folder.exists()
-
-
 def test_a_setting_without_effect_is_an_error(write):
     with pytest.raises(SettingsError, match="cache=true: has no effect with excerpt"):
         PromptData(write({"prompt": "1"}), cache=True, excerpt=Excerpt(max_tokens=3))
@@ -156,18 +144,6 @@ def test_an_entry_with_a_flipped_byte_is_computed_again(at, write, tokenized):
         tokenized.clear()
         assert content_hash(PreferenceData(path, cache=True).load(make_tokenizer())) == expected
         assert bool(tokenized) == tokens
-
-
-def test_an_entry_under_another_name_is_computed_again(write):
-    PreferenceData(write(*PAIRS[:4]), cache=True).load(make_tokenizer())
-    (file,) = Cache("tokens").folder.iterdir()
-    content = file.read_bytes()
-    file.unlink()
-    path = write(*PAIRS[4:8])
-    expected = content_hash(PreferenceData(path, cache=True).load(make_tokenizer()))
-    (other,) = Cache("tokens").folder.iterdir()
-    other.write_bytes(content)
-    assert content_hash(PreferenceData(path, cache=True).load(make_tokenizer())) == expected
 
 
 def test_a_load_that_is_killed_keeps_its_complete_entries(write, tokenized, monkeypatch):

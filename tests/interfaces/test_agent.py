@@ -167,13 +167,6 @@ def test_an_episode_without_valid_rewards_of_its_roles_fails(changes, text, capl
     assert text in caplog.text
 
 
-def test_rewards_of_roles_without_roles_are_a_failure(caplog):
-    row = {"prompt": "ab", "turns": ["first"], "reward": 1.0}
-    with caplog.at_level(logging.WARNING):
-        play(settings("two_roles", max_failed_fraction=1.0), batch([row]))
-    assert "expected one reward" in caplog.text
-
-
 @pytest.mark.parametrize(
     ("how", "text"),
     [
@@ -210,25 +203,10 @@ def test_an_agent_that_times_out_gets_its_reward_if_there_is_one(caplog):
     assert "timeout_s" not in caplog.text
 
 
-def test_sequences_name_their_episode_and_an_agent_may_change_its_row():
-    rows = [{"prompt": "ab", "left": [1, 1]}, {"prompt": "cd", "left": []}]
-    data = batch(rows)
-    out = play(settings("consuming", generation=GenerationConfig(n=3, max_new_tokens=3)), data)
-    assert out.lengths["input_ids"].counts.tolist() == [6, 3]  # an episode without a call has its prompt
-    assert out["episode"].tolist() == [0, 0, 1, 1, 2, 2, 0, 1, 2]
-    assert out["response_index"].tolist() == [*range(6), *range(3)]
-    assert rows == [{"prompt": "ab", "left": [1, 1]}, {"prompt": "cd", "left": []}]
-
-
 def test_the_run_stops_if_too_many_episodes_fail():
     data = batch([{"prompt": "ab", "how": "raise"}, {"prompt": "ab", "how": "raise"}, {"prompt": "ab", "how": "good"}])
     with pytest.raises(EnvironmentFailure, match="failed in 2 of 3 episodes"):
         play(settings("bad"), data)
-
-
-def test_an_agent_can_mark_its_episode_as_truncated():
-    out = play(settings("bad"), batch([{"prompt": "ab", "how": "truncated"}]))
-    assert (out["rewards"].tolist(), out["truncated"].tolist()) == ([0.5], [True])
 
 
 def test_an_error_of_the_sampler_is_the_error_of_the_run():

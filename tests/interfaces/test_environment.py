@@ -276,14 +276,6 @@ def test_episodes_end_by_the_environment_by_turns_and_by_tokens():
     assert [world.closed for world in Tool.made] == [1] * 5
 
 
-def test_an_opening_that_leaves_no_room_ends_the_episode_before_it_begins():
-    row = {"script": [], "opening": "0123456789"}
-    with pytest.warns(UserWarning, match=r"max_episode_tokens=12: no episode .* had a turn, .*max_new_tokens=8"):
-        out = hold(settings(max_episode_tokens=12), Scripted({}), batch({"q": row}))
-    assert (lists(out, "input_ids"), out["truncated"].tolist()) == ([ids("ab")], [True])
-    assert (out["rewards"].tolist(), out["rewards"].dtype) == ([0.0], torch.float32)
-
-
 def test_dense_rewards_stand_at_the_last_sampled_token_of_each_turn():
     row = {"script": [("77", 0.25, False, False, {}), ("", -1.0, True, False, {})]}
     engine = Scripted({"q/0/turn0": "xy.", "q/0/turn1": "z."})
@@ -479,13 +471,6 @@ def test_seeds_follow_from_call_prompt_and_episode_not_from_the_batch():
     assert (len(set(shared.values())), shared["q", 0]) == (2, shared["q", 1])
 
 
-def test_versions_of_the_sampler_are_kept():
-    sampler = Scripted({"q/0/turn0": "x.", "q/0/turn1": "y."}, versions=True)
-    row = batch({"q": {"script": [("7", 0.0, False, False, {}), WON]}})
-    out = hold(settings(), None, row, version=3, external_sampler=sampler)
-    assert lists(out, "versions") == [[-1, -1, 40, 40, -1, 41, 41]]
-
-
 def test_of_several_processes_one_asks_and_all_hear_the_same():
     """The leading process runs environments. The other process receives the results, and creates no environment."""
     rows = {"q": {"script": [("7", 0.5, False, False, {}), WON]}, "r": {"script": [WON]}}
@@ -564,13 +549,6 @@ def test_functions_score_whole_episodes_and_their_rewards_are_added_to_those_of_
     assert out["rewards/alone"].tolist() == [1.0, 1.0]
     assert total_rewards(out).tolist() == [1.25 + 2 + 1, 1.25 + 2.5 + 1]
     assert ("dense_rewards" in out) is dense
-
-
-def test_a_graph_with_an_environment_reports_each_reward(functions):
-    interfaces = {"actor": GRPOActorInterface(), "agent": settings(reward=functions)}
-    graph = dataflow(interfaces)
-    assert {"rewards/environment", "rewards/text", "rewards/alone"} <= {*graph.rpcs[0].outputs} & {*graph.results}
-    assert graph.unread() == []
 
 
 def test_a_model_cannot_score_episodes_here():

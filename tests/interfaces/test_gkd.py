@@ -133,22 +133,6 @@ def test_on_policy_and_given_sequences_are_mixed_by_the_fraction():
     assert all(half[i] == all_sampled[i] for i in data.ids if i not in from_data)  # the same random numbers by id
 
 
-def test_the_choice_depends_on_the_id_and_the_step_and_not_on_the_batch():
-    data = mixed_batch()
-    whole = responses(generated(0.5))
-    order = np.random.default_rng(0).permutation(len(data))[:20]
-    assert responses(generated(0.5, data=data.take(order))) == {data.ids[i]: whole[data.ids[i]] for i in order}
-    assert responses(generated(0.5, seed=1)) != whole
-
-
-def test_masks_of_given_sequences_are_those_of_the_dataset():
-    out = generated(0.0)
-    assert out.keys == {"input_ids", "response_index", "prompt_mask", "loss_mask", "truncated"}
-    assert out["loss_mask"].tolist() == [False, False, True, True] * 40
-    assert not out["truncated"].any()
-    assert generated(1.0).keys == out.keys
-
-
 def test_the_dataset_needs_responses_only_for_a_fraction_below_one():
     for fraction, given in ((1.0, set()), (0.5, set(GIVEN)), (0.0, set(GIVEN))):
         graph = dataflow({"actor": GKDInterface(on_policy_fraction=fraction)})
@@ -195,11 +179,6 @@ def overrides(files: dict[str, Path], out: Path, *more: str) -> list[str]:
     ]
 
 
-MIXED = (
-    "data={_target_: realign.data.PromptsWithResponses, responses: {_target_: realign.data.SupervisedData, path: ???}}"
-)
-
-
 @pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd"])
 def test_a_student_approaches_a_larger_teacher_of_another_family(files, tmp_path, kind):
     more = [f"data.path={files['data']}", f"interfaces.actor.divergence={kind}"]
@@ -207,16 +186,6 @@ def test_a_student_approaches_a_larger_teacher_of_another_family(files, tmp_path
     divergences = [r["divergence"] for r in history if "divergence" in r]
     assert len(divergences) == 12
     assert divergences[-1] < 0.6 * divergences[0]
-
-
-def test_a_run_mixes_given_responses(files, tmp_path):
-    mixed = MIXED.replace("???", str(files["data"]))
-    result = run(
-        build_experiment(
-            compose(overrides(files, tmp_path / "run", mixed, "interfaces.actor.on_policy_fraction=0.5", "steps=3"))
-        )
-    )
-    assert result.history[-1]["divergence"] > 0
 
 
 def test_adapters_may_learn_from_the_model_without_them(tmp_path):

@@ -108,23 +108,6 @@ def test_a_group_with_too_few_rewards_is_left_out():
     assert out["loss_mask"][:9].sum() == 0
 
 
-def test_rescaling_makes_up_for_groups_of_equal_rewards():
-    rewards = [[1.0, 1.0, 1.0], [1.0, 0.0], [0.0, math.nan, 0.0], [5.0]]
-    settings = {
-        "adv_norm": Normalization(Scope.group, Scope.none),
-        "advantage": GroupRelative(rescale_degenerate=True),
-    }
-    interface = GRPOActorInterface(**settings)
-    factor = 7 / 2  # the group of one is excluded; among 3 + 2 + 2 responses, two have different rewards
-    expected = [0, 0, 0, 0.5 * factor, -0.5 * factor, 0, 0, 0, 0]
-    assert advantages(batch(rewards), **settings) == pytest.approx(expected)
-    assert interface.describe(4)["advantage"].endswith("times B / (B - M)")
-    with pytest.raises(SettingsError, match=r"adv_norm\.mean=batch\. Set adv_norm\.mean=group"):
-        GRPOActorInterface(
-            adv_norm=Normalization(Scope.batch, Scope.none), advantage=GroupRelative(rescale_degenerate=True)
-        )
-
-
 @pytest.mark.parametrize("seed", range(5))
 def test_trap_e12_agrees_with_a_plain_reference_on_random_groups(seed):
     data = random_batch(seed, n_prompts=8).select(["input_ids", "loss_mask", "rewards"])

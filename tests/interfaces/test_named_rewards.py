@@ -17,9 +17,8 @@ from realign.interfaces import grpo, ppo
 from realign.interfaces.components import RewardShaping
 from realign.interfaces.rule_reward import RuleRewardInterface
 from realign.records.metrics.samples import readable
-from realign.rewards.pool.pool import Tally
 from realign.rewards.terms import FunctionTerm, Openrlhf
-from realign.runtime import Evaluation, Experiment, run
+from realign.runtime import Experiment, run
 from realign.runtime.evaluation.scores import sequence_stats
 from realign.runtime.rollout.spec import Async
 from tests.config_parts import Bigram, Prompts
@@ -104,18 +103,6 @@ def test_one_function_that_fails_too_often_stops_the_run(file, workers):
     reward = interface(file, {"length": 1.0, "fails_on_d": 0.0}, workers, max_failed_fraction=0.4)
     with pytest.raises(RewardError, match=r"functions\.py:fails_on_d failed on 2 of 4 scored items"):
         columns(reward, batch(*DATA))
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_failures_of_the_parts_of_a_batch_are_counted_for_each_function_apart(file, workers):
-    reward = interface(file, {"fails_on_d": 1.0, "length": 1.0}, workers, max_failed_fraction=0.6)
-    tally = Tally(2)
-    with tally.counting():
-        for _ in range(3):  # each call is half a batch; the last two calls have 1 failure of 2 responses each
-            reward.inference(MODEL, batch([[4], [3]]), MicroBatchSpec())
-        with pytest.raises(RewardError, match="and on 1 of the other 2 items of the batch"):
-            reward.inference(MODEL, batch([[4], [4]]), MicroBatchSpec())
-    reward.close()
 
 
 def test_metrics_are_mean_and_standard_deviation_over_the_responses_with_that_reward(file):
@@ -230,7 +217,6 @@ def experiment(tmp_path: Path, names: dict[str, float], **changes) -> Experiment
     return Experiment(**(settings | changes))
 
 
-TIMES = ("_s", "_per_s", "seconds")
 NAMES = {"threes": 1.0, "first_differs": 0.5, "above_median": 0.25}
 
 
@@ -240,10 +226,6 @@ def tiny(tmp_path: Path) -> dict[str, TransformersModel]:
 
 def logged(folder: Path, file: str = "metrics.jsonl") -> list[dict]:
     return [json.loads(line) for line in (folder / file).read_text().splitlines()]
-
-
-def without_times(records: list[dict]) -> list[dict]:
-    return [{k: v for k, v in r.items() if not k.startswith("time/") and not k.endswith(TIMES)} for r in records]
 
 
 def test_a_run_reports_each_function_in_metrics_curves_and_samples(tmp_path):
@@ -258,15 +240,6 @@ def test_a_run_reports_each_function_in_metrics_curves_and_samples(tmp_path):
         assert sample["rewards"]["threes"] == sample["response"].count("3")
 
 
-def test_a_run_that_resumes_reports_what_one_run_reports(tmp_path):
-    whole = experiment(tmp_path, NAMES, output_dir=tmp_path / "whole")
-    run(whole)
-    run(experiment(tmp_path, NAMES, steps=2))
-    run(experiment(tmp_path, NAMES, resume="auto"))
-    for file in ("metrics.jsonl", "samples.jsonl"):
-        assert without_times(logged(tmp_path / "run", file)) == without_times(logged(tmp_path / "whole", file))
-
-
 def test_a_group_function_with_asynchronous_rollout_sees_whole_groups(tmp_path):
     names = {"threes": 1.0, "first_differs": 0.5}
     run(experiment(tmp_path, names, rollout=Async(max_staleness=1), sample_prompts=4, models=tiny(tmp_path)))
@@ -277,22 +250,6 @@ def test_a_group_function_with_asynchronous_rollout_sees_whole_groups(tmp_path):
             group = [s["response"][:1] for s in samples if s["id"] == one["id"]]
             assert len(group) == 4
             assert one["rewards"]["first_differs"] == float(group.count(one["response"][:1]) == 1)
-
-
-def test_a_batch_function_needs_synchronous_rollout(tmp_path):
-    with pytest.raises(
-        ConfigError, match=r"interfaces\.reward: a reward function takes the whole batch, but rollout=async"
-    ):
-        run(experiment(tmp_path, NAMES, rollout=Async(max_staleness=1), models=tiny(tmp_path)))
-    run(experiment(tmp_path, NAMES, rollout=Async(max_staleness=0), steps=1, models=tiny(tmp_path)))
-
-
-def test_an_evaluation_reports_each_function_of_its_reward(tmp_path):
-    judge = experiment(tmp_path, NAMES).interfaces["reward"]
-    result = run(experiment(tmp_path, NAMES, steps=1, evaluation=Evaluation(Prompts(6), judge)))
-    for record in result.history:
-        total = sum(weight * record[f"eval/rewards/{name}/mean"] for name, weight in NAMES.items())
-        assert record["eval/reward"] == pytest.approx(total, abs=1e-6)
 
 
 def test_the_greedy_baseline_has_no_named_rewards(tmp_path):

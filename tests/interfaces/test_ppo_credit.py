@@ -240,16 +240,6 @@ def two_prompts(**sequence_keys) -> SequenceSample:
     return data.with_sequences(**{k: torch.tensor(v) for k, v in sequence_keys.items()})
 
 
-def training(interface: PPOActorInterface, data: SequenceSample) -> list[bool]:
-    return [bool(m.any()) for m in interface.score(model(), data).sequences("loss_mask")]
-
-
-def test_too_short_answers_leave_the_loss():
-    data = two_prompts(rewards=[1.0, 2, 3, 4, 5], truncated=[False] * 5)
-    assert training(PPOActorInterface(min_response_tokens=2), data) == [False, True, True, True, True]
-    assert training(PPOActorInterface(min_response_tokens=3), data) == [False, False, True, False, False]
-
-
 def test_end_tokens_that_do_not_train_get_credit_but_no_loss():
     """Token 6 ends the last response of `two_prompts` but one, and stands inside the last one."""
     data = two_prompts(rewards=[1.0, 2, 3, 4, 5], truncated=[True, True, True, False, True])
@@ -376,24 +366,6 @@ def test_during_the_warm_up_of_the_critic_the_actor_stays_as_it_is():
         assert torch.equal(before, actor.engine.logits_VV) == (version < 2)
         assert (interface.kl_control.controller.value == 0.2) == (version < 2)
         assert "advantage_mean" in stats
-
-
-def test_the_loss_of_values_is_added_with_its_weight():
-    data = random_batch(3).select([*CREDIT, "values", "bootstrap_values"])
-    plain, joint = model(seed=5, lr=1.0), model(seed=5, lr=1.0)
-    PPOActorInterface().train_step(plain, data, MicroBatchSpec())
-    interface = PPOActorInterface(critic="shared", value=ValueObjective(clip=None, coef=0.1))
-    interface.train_step(joint, data, MicroBatchSpec(n_microbatches=3))
-    torch.testing.assert_close(plain.engine.logits_VV, joint.engine.logits_VV, rtol=0, atol=1e-12)
-    credited = PPOActorInterface().credit(model(), data, MicroBatchSpec())
-    table = BigramEngine(seed=5).values_V.numpy()
-    want, n = np.zeros_like(table), 0
-    rows = zip(data.sequences("input_ids"), *(credited.sequences(k) for k in ("loss_mask", "returns")), strict=True)
-    for ids, mask, returns in rows:
-        for t in np.flatnonzero(mask.numpy()):
-            want[ids[t - 1]] += table[ids[t - 1]] - float(returns[t])
-            n += 1
-    np.testing.assert_allclose(table - joint.engine.values_V.numpy(), 0.1 * want / n, rtol=0, atol=1e-7)
 
 
 def test_each_needed_key_names_the_setting_that_asks_for_it():

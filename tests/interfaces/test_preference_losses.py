@@ -17,11 +17,9 @@ from realign.functional import cu_seqlens_of
 from realign.interfaces import dpo, kto, reward_model
 from realign.interfaces.components.pairs import pairs_by_label
 from realign.interfaces.dpo import DPOLoss, dpo_loss
-from realign.interfaces.kto import kto_baseline, kto_loss
+from realign.interfaces.kto import kto_baseline
 from realign.interfaces.reward_model import (
-    best_of_n_loss,
     divergence_loss,
-    pairwise_loss,
 )
 from tests.formulas import formulas
 
@@ -46,18 +44,6 @@ def test_pairs_are_neighbors_and_the_larger_label_is_chosen():
     assert pairs.counts_P.tolist() == [True, True, False, False]
     with pytest.raises(ValueError, match="even number of sequences, found 3"):
         pairs_by_label(torch.zeros(3), torch.ones(3, dtype=torch.bool))
-
-
-@settings(deadline=None)
-@given(NUMBERS, NUMBERS, st.floats(0, 5))
-def test_pairwise_loss_and_gradient_are_those_of_bradley_and_terry(chosen, rejected, margin):
-    a, b = f64(chosen).requires_grad_(), f64(rejected).requires_grad_()
-    loss = pairwise_loss(a, b, margin_P=f64(margin))
-    x = chosen - rejected - margin
-    assert loss.item() == pytest.approx(softplus(-x), rel=1e-12)
-    loss.sum().backward()
-    assert a.grad.item() == pytest.approx(-math.exp(-softplus(x)), rel=1e-9)
-    assert b.grad.item() == -a.grad.item()
 
 
 def divergence_reference(values, ids, chosen, rejected, margin):
@@ -97,40 +83,6 @@ def test_divergence_loss_equals_a_walk_over_the_tokens(ids, random):
 
 
 @settings(deadline=None)
-@given(st.lists(st.lists(NUMBERS, min_size=1, max_size=4), min_size=1, max_size=4), st.randoms(use_true_random=False))
-def test_best_of_n_is_cross_entropy_per_ragged_group_in_any_order(groups, random):
-    rows = [(g, x, i == 0) for g, group in enumerate(groups) for i, x in enumerate(group)]
-    random.shuffle(rows)
-    scores = f64(*(x for _, x, _ in rows)).requires_grad_()
-    owner = torch.tensor([g for g, _, _ in rows])
-    loss = best_of_n_loss(scores, f64(*(float(best) for *_, best in rows)), owner, len(groups) + 1)
-    for g, group in enumerate(groups):
-        top = max(group)
-        total = sum(math.exp(x - top) for x in group)
-        assert loss[g].item() == pytest.approx(top + math.log(total) - group[0], rel=1e-9, abs=1e-12)
-    assert loss[-1].item() == 0.0
-    loss.sum().backward()
-    for (g, x, best), slope in zip(rows, scores.grad.tolist(), strict=True):
-        top = max(groups[g])
-        share = math.exp(x - top) / sum(math.exp(y - top) for y in groups[g])
-        assert slope == pytest.approx(share - best, rel=1e-9, abs=1e-12)
-
-
-@settings(deadline=None)
-@given(NUMBERS, NUMBERS, st.floats(0.01, 2), st.floats(0, 0.49))
-def test_dpo_equals_its_formula_and_slope(chosen, rejected, beta, smoothing):
-    a = f64(chosen).requires_grad_()
-    loss = plain_dpo(a, f64(rejected), beta=beta, label_smoothing=smoothing)
-    x = beta * (chosen - rejected)
-    assert loss.item() == pytest.approx((1 - smoothing) * softplus(-x) + smoothing * softplus(x), rel=1e-12)
-    loss.sum().backward()
-    slope = beta * (smoothing * math.exp(-softplus(-x)) - (1 - smoothing) * math.exp(-softplus(x)))
-    assert a.grad.item() == pytest.approx(slope, rel=1e-9, abs=1e-12)
-    ipo = plain_dpo(f64(chosen), f64(rejected), beta=beta, kind=DPOLoss.ipo)
-    assert ipo.item() == pytest.approx((chosen - rejected - 1 / (2 * beta)) ** 2, rel=1e-12)
-
-
-@settings(deadline=None)
 @given(NUMBERS, NUMBERS, st.floats(0.01, 2), st.floats(0.01, 0.45))
 def test_robust_dpo_is_unbiased_under_flipped_labels(chosen, rejected, beta, rate):
     """The mean over labels that are flipped with probability `rate` is the loss of the true labels
@@ -141,34 +93,6 @@ def test_robust_dpo_is_unbiased_under_flipped_labels(chosen, rejected, beta, rat
     )
     clean = plain_dpo(f64(chosen), f64(rejected), beta=beta).item()
     assert (1 - rate) * right + rate * wrong == pytest.approx(clean, rel=1e-6, abs=1e-6)
-
-
-@settings(deadline=None)
-@given(st.floats(-30, -1e-3), st.floats(-30, -1e-3), st.floats(0.01, 2))
-def test_the_odds_ratio_loss_and_its_slope_equal_the_formula_in_probabilities(chosen, rejected, beta):
-    """ORPO (arXiv:2403.07691, eqs. 3 to 7): odds(p) = p / (1 - p), loss = -log sigmoid(log(odds_w / odds_l))."""
-    a = f64(chosen).requires_grad_()
-    loss = plain_dpo(a, f64(rejected), beta=beta, kind=DPOLoss.odds_ratio)
-    p, q = math.exp(chosen), math.exp(rejected)
-    ratio = (p / -math.expm1(chosen)) / (q / -math.expm1(rejected))
-    assert loss.item() == pytest.approx(beta * math.log1p(1 / ratio), rel=1e-9)
-    loss.sum().backward()
-    assert a.grad.item() == pytest.approx(-beta / (1 + ratio) / (1 - p), rel=1e-6)
-
-
-@settings(deadline=None)
-@given(NUMBERS, st.booleans(), st.floats(0, 10), st.floats(0.01, 2), st.floats(0, 2), st.floats(0, 2))
-def test_kto_loss_and_slope_equal_the_value_function(log_ratio, desirable, baseline, beta, weight, other):
-    """arXiv:2402.01306 (eq. 8): the loss is lambda_y - v(x, y)."""
-    h = f64(log_ratio).requires_grad_()
-    loss = kto_loss(
-        h, torch.tensor([desirable]), f64(baseline), beta=beta, desirable_weight=weight, undesirable_weight=other
-    )
-    own, sign = (weight, 1) if desirable else (other, -1)
-    value = own * math.exp(-softplus(-sign * beta * (log_ratio - baseline)))
-    assert loss.item() == pytest.approx(own - value, rel=1e-9, abs=1e-12)
-    loss.sum().backward()
-    assert h.grad.item() == pytest.approx(-sign * beta * value * (1 - value / own) if own else 0, rel=1e-6, abs=1e-9)
 
 
 def test_the_baseline_of_kto_is_the_mean_log_ratio_and_never_negative():

@@ -12,7 +12,6 @@ from realign.api import GenerationConfig, MicroBatchSpec, Model, SequenceSample,
 from realign.config import build_experiment, compose
 from realign.interfaces.components import SeqMeanTokenMean, SeqMeanTokenSum, TokenMean
 from realign.interfaces.raft import RAFTActorInterface
-from realign.interfaces.sft import SFTInterface
 from realign.runtime import run
 from realign.testing import BigramEngine, random_batch
 from tests.tiny import save_tiny
@@ -59,13 +58,6 @@ def test_loss_and_gradient_are_the_likelihood_of_the_best_responses(aggregation)
     torch.testing.assert_close(engine.logits_VV, before - 0.5 * table.grad, rtol=0, atol=1e-12)
 
 
-def test_a_share_of_the_batch_is_chosen_whatever_its_prompt():
-    data = judged([[0.0, 9.0, 8.0, 7.0], [1.0, NAN, 6.0, 2.0]])
-    kept = {share: chosen(data, keep_best=None, keep_share=share) for share in (0.01, 0.28, 3 / 7, 1.0)}
-    assert kept == {0.01: [1], 0.28: [1, 2], 3 / 7: [1, 2, 3], 1.0: [0, 1, 2, 3, 4, 6, 7]}
-    assert chosen(data, keep_best=None, keep_share=1.0, min_reward=7.0) == [1, 2, 3]
-
-
 def test_equal_rewards_at_the_cut_of_a_share_keep_the_first_responses_of_a_prompt():
     data = judged([[1.0] * 20] * 5)
     kept = chosen(data, keep_best=None, keep_share=0.5, generation=GenerationConfig(n=20))
@@ -82,21 +74,6 @@ def test_equal_rewards_at_the_cut_of_a_share_are_drawn_by_prompt_and_anew_in_eac
     assert len(first) == len(next_step) == 10
     order = np.random.default_rng(0).permutation(40)
     assert sorted(order[chosen(data.take(order), **settings)].tolist()) == first
-
-
-def test_sequences_that_do_not_train_cost_no_forward_pass():
-    engine, data = Watching(), judged([[0.0, 1.0], [NAN, NAN], [1.0, 0.0]])
-    stats = stat_values(RAFTActorInterface(epochs=2).train_step(Model("actor", engine), data, MicroBatchSpec()))
-    assert [set(part.ids) for part in engine.seen] == [{"a", "c"}] * 2
-    assert [part.n_sequences for part in engine.seen] == [2, 2]
-    assert stats["optimizer_steps"] == 2
-    assert stats["selected_reward"] == 1.0
-    assert stats["selected_fraction"] == pytest.approx(1 / 3)
-    assert stats["selected_prompts"] == pytest.approx(2 / 3)
-    alone = data.take_sequences([1])
-    by_hand = stat_values(SFTInterface().train_step(Model("actor", BigramEngine()), alone, MicroBatchSpec()))["nll"]
-    of_raft = RAFTActorInterface().train_step(Model("actor", BigramEngine()), data.take([0]), MicroBatchSpec())
-    assert stat_values(of_raft)["nll"] == pytest.approx(by_hand)
 
 
 def test_minibatches_are_as_many_as_there_are_prompts_to_fill_them():

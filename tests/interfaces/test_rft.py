@@ -62,17 +62,6 @@ def test_the_pool_keeps_distinct_judged_responses_of_a_prompt_over_epochs():
     assert masks == [[0, 1, 1], [0, 1], [0, 1, 1, 1], [0, 0, 1], [0, 0, 1, 1], [0, 0, 1], [0, 0, 1]]
 
 
-def test_the_pool_survives_a_restart_as_json():
-    interface = RFTActorInterface()
-    for data in (FIRST, SECOND):
-        interface.pool.add(data, trainable(data))
-    other = RFTActorInterface()
-    other.load_state_dict(json.loads(json.dumps(interface.state_dict())))
-    assert other.state_dict() == interface.state_dict()
-    ours, theirs = (x.pool.take(SECOND) for x in (interface, other))
-    assert all(torch.equal(ours[key], theirs[key]) for key in ("input_ids", "loss_mask", "rewards"))
-
-
 def test_a_prompt_ends_where_sampling_began_and_not_after_a_tool():
     data = SequenceSample.from_sequences(["a"], {"input_ids": [[[1, 2, 3, 4, 5]]]})
     assert prompts_of(data.with_tokens(prompt_mask=torch.tensor([True, True, False, True, False]))) == [(1, 2)]
@@ -135,27 +124,6 @@ def test_every_improvement_is_the_likelihood_of_what_reaches_its_threshold(aggre
         assert stats["optimizer_steps"] == 6
     assert stats["pool_size"] == 7
     assert stats["new_fraction"] == pytest.approx(3 / 5)
-
-
-def test_sequences_below_the_threshold_cost_no_forward_pass():
-    engine = Watching()
-    interface = RFTActorInterface(n_improve_steps=2, start_percentile=0.5, end_percentile=1.0)
-    data = batch({"a": ([1], {(s,): float(s) for s in range(5)}), "b": ([2], {(3,): NAN})})
-    stats = stat_values(interface.train_step(Model("actor", engine), data, MicroBatchSpec()))
-    assert [part["input_ids"].tolist() for part in engine.seen] == [[1, 2, 1, 3, 1, 4], [1, 4]]
-    assert stats["threshold"] == pytest.approx((2.0 + 4.0) / 2)
-    assert stats["selected_fraction"] == pytest.approx(4 / 10)
-    assert stats["selected_reward"] == pytest.approx((2 + 3 + 4 + 4) / 4)
-    high = RFTActorInterface(n_improve_steps=1, start_percentile=0.5, min_reward=3.5)
-    high.train_step(Model("actor", engine), data, MicroBatchSpec())
-    assert engine.seen[-1]["input_ids"].tolist() == [1, 4]
-
-
-def test_a_batch_without_any_reward_trains_nothing():
-    engine, data = Watching(), batch({"b": ([2], {(3,): NAN, (4,): NAN})})
-    stats = stat_values(RFTActorInterface().train_step(Model("actor", engine), data, MicroBatchSpec()))
-    assert engine.seen == []
-    assert stats == {"pool_size": 0}
 
 
 def test_trap_g9_rft_learns_a_toy_reward_and_nothing_from_shuffled_ones():

@@ -13,19 +13,6 @@ from realign.functional import ImportanceLevel
 from realign.interfaces.components import ImportanceCorrection, RatioRange, staleness_stats
 from realign.testing import random_batch
 
-LEVELS = pytest.mark.parametrize("level", ImportanceLevel)
-
-
-@LEVELS
-def test_without_ranges_the_weight_is_the_ratio_and_every_token_stays(level):
-    data = random_batch(1)
-    found = ImportanceCorrection(RatioRange(level)).correct(data)
-    assert torch.equal(found.mask_T, data["loss_mask"])
-    assert torch.equal(found.divisor_T, data["loss_mask"])
-    if level is ImportanceLevel.token:
-        want_T = (data["prox_logprobs"] - data["logprobs"]).exp()
-        torch.testing.assert_close(found.weight_T[found.mask_T], want_T[found.mask_T])
-
 
 @settings(deadline=None, max_examples=20)  # the machine may be busy
 @given(st.integers(0, 100), st.sampled_from(list(ImportanceLevel)), st.floats(0.5, 1.0), st.floats(1.0, 2.0))
@@ -41,17 +28,6 @@ def test_a_weight_is_truncated_to_its_range_and_a_rejection_masks_what_is_outsid
     assert torch.equal(rejected.mask_T, mask_T & (ratio_T >= floor) & (ratio_T <= cap))
     assert torch.equal(rejected.divisor_T, rejected.mask_T)
     assert torch.equal(ImportanceCorrection(RatioRange(level), limits, True).correct(data).divisor_T, mask_T)
-
-
-@LEVELS
-def test_weights_and_masks_of_a_sequence_do_not_depend_on_the_rest_of_the_batch(level):
-    data = random_batch(3)
-    limits = RatioRange(level, 0.9, 1.1)
-    correction = ImportanceCorrection(limits, limits)
-    whole = correction.correct(data)
-    parts = [correction.correct(data.take([i])) for i in range(len(data))]
-    for name in ("weight_T", "mask_T", "divisor_T"):
-        assert torch.equal(torch.cat([getattr(part, name) for part in parts]), getattr(whole, name))
 
 
 def test_staleness_is_that_of_the_oldest_and_of_the_newest_token_of_a_response():

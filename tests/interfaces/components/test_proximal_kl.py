@@ -57,26 +57,6 @@ def test_the_coefficient_follows_the_kl_after_the_update(target, factor):
     assert interface.objective_control.coef == 0.25 * factor
 
 
-def test_within_the_range_the_coefficient_stays():
-    engine = BigramEngine(lr=1.0)
-    data = sampled_now(engine)
-    PPOActorInterface(objective=ProximalKL(0.25)).train_step(Model("actor", engine), data, MicroBatchSpec())
-    interface = PPOActorInterface(objective=ProximalKL(0.25, kl_of(engine.logits_VV, data)))
-    interface.train_step(Model("actor", BigramEngine(lr=1.0)), data, MicroBatchSpec())
-    assert interface.objective_control.coef == 0.25
-
-
-def test_a_step_uses_the_adapted_coefficient():
-    adapted, fixed = BigramEngine(lr=1.0), BigramEngine(lr=1.0)
-    data = sampled_now(adapted)
-    interface = PPOActorInterface(objective=ProximalKL(0.25, 1e-9), **STEPS)
-    interface.objective_control.load_state_dict({"value": 4.0})
-    interface.train_step(Model("actor", adapted), data, MicroBatchSpec())
-    PPOActorInterface(objective=ProximalKL(4.0), **STEPS).train_step(Model("actor", fixed), data, MicroBatchSpec())
-    assert torch.equal(adapted.logits_VV, fixed.logits_VV)
-    assert interface.objective_control.coef == 8.0
-
-
 def test_the_step_equals_a_plain_reference():
     data = random_batch(3).select(KEYS)
     engine = BigramEngine(seed=5, lr=1.0)
@@ -121,15 +101,6 @@ def test_without_a_target_there_is_no_state_and_no_additional_metric():
     assert interface.state_dict().keys() == {"kl_controller", "reward"}
     stats = interface.train_step(Model("actor", engine), sampled_now(engine), MicroBatchSpec())
     assert not {"proximal_kl", "proximal_kl_coef"} & stats.keys()
-
-
-def test_a_batch_without_trained_tokens_leaves_the_coefficient():
-    engine = BigramEngine()
-    data = sampled_now(engine)
-    data = data.with_tokens(loss_mask=torch.zeros_like(data["loss_mask"]))
-    control = ProximalKLControl(0.5, 0.01)
-    control.update(Model("actor", engine), data, MicroBatchSpec(), 1.0)
-    assert control.coef == 0.5
 
 
 def test_a_kl_that_is_not_finite_raises():

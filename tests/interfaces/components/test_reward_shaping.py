@@ -9,7 +9,7 @@ import torch
 from realign.api import SequenceSample
 from realign.errors import SettingsError
 from realign.functional import identity
-from realign.interfaces.components import RewardBaseline, RewardScale, RewardShaping
+from realign.interfaces.components import RewardScale, RewardShaping
 
 NAN = math.nan
 
@@ -46,13 +46,6 @@ def test_ref_scale_is_that_of_the_first_batch_for_good():
     np.testing.assert_allclose(shaping([100.0, 0.0]), np.array([100, 0]) / np.std([1, 3], ddof=1), rtol=1e-6)
 
 
-def test_centered_scores_have_the_running_mean_taken_off():
-    shaping = Scores(scale=RewardScale.running, center=True)
-    shaping([1.0, 3.0])
-    want = (np.array([2, 6]) - 3.0) / np.std([1, 3, 2, 6], ddof=1)
-    np.testing.assert_allclose(shaping([2.0, 6.0]), want, rtol=1e-6)
-
-
 def test_missing_scores_stay_missing_and_are_in_no_moment():
     shaping = Scores(scale=RewardScale.running)
     values = shaping([1.0, NAN, 3.0])
@@ -86,19 +79,6 @@ def test_two_baseline_rewards_for_a_prompt_raise():
     shaping = RewardShaping(baseline="greedy")
     with pytest.raises(ValueError, match="baseline_rewards has 2 rewards for 1 prompts"):
         shaping.baselines(shaping.moments(), data)
-
-
-def test_a_greedy_baseline_needs_its_rewards():
-    shaping = RewardShaping(baseline="greedy")
-    assert shaping.baseline is RewardBaseline.greedy
-    assert shaping.needs() == {"baseline_rewards": "reward.baseline=greedy"}
-    assert RewardShaping().needs() == {}
-
-
-def test_shapes_scores_does_not_count_the_baseline():
-    assert not RewardShaping(baseline="greedy").shapes_scores
-    for settings in ({"bias": 1.0}, {"gain": 2.0}, {"clip": 1.0}, {"scale": "running"}):
-        assert RewardShaping(**settings).shapes_scores
 
 
 @pytest.mark.parametrize(

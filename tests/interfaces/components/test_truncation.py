@@ -5,8 +5,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from realign.errors import SettingsError
 from realign.interfaces.components import TruncatedReward, Truncation
@@ -29,12 +27,6 @@ SCORES, CUT = [1.0, -2.0, NAN], [True, False, True]
 def test_trap_c11_a_penalty_replaces_or_is_added_as_the_flag_says(policy, want):
     got = policy.scores(torch.tensor(SCORES), torch.tensor(CUT), torch.tensor([4, 2, 4]), 4)
     np.testing.assert_array_equal(got.numpy(), np.array(want, dtype=np.float32))
-
-
-def test_the_overlong_penalty_grows_within_the_buffer():
-    policy = Truncation(overlong_buffer=4, overlong_penalty=2.0)
-    got = policy.scores(torch.zeros(4), None, torch.tensor([6, 7, 8, 10]), 10)
-    assert got.tolist() == pytest.approx([0.0, -0.5, -1.0, -2.0])
 
 
 def test_masked_responses_leave_the_loss():
@@ -87,17 +79,6 @@ def test_the_penalty_of_dapo_equation_13():
     assert overlong_penalty(lengths_S, 10, 1, 1.0).tolist() == [0, 0, 0, 0, 0, 0, -1, -1]
     assert not overlong_penalty(lengths_S, 10, 4, 0.0).any()
     assert overlong_penalty(lengths_S, 10, 4, 1.0).dtype == torch.float32
-
-
-@settings(deadline=None)  # the machine may be busy
-@given(st.integers(1, 50), st.data())
-def test_the_penalty_never_rises_with_length_and_never_leaves_its_range(limit, data):
-    buffer, penalty = data.draw(st.integers(1, limit)), data.draw(st.floats(0, 10))
-    out = overlong_penalty(torch.arange(limit + 3), limit, buffer, penalty)
-    assert (out.diff() <= 0).all()
-    assert (out <= 0).all()
-    assert out[limit].item() == pytest.approx(-penalty)
-    assert not out[: limit - buffer + 1].any()
 
 
 def test_bad_settings_of_the_penalty_are_named():
