@@ -210,20 +210,6 @@ def test_trap_g7_an_algorithm_means_the_same_wherever_it_stands_and_yields_to_ov
     assert list_algorithms()[name], "the first comment line of an algorithm says what it is"
 
 
-@pytest.mark.parametrize("name", EACH)
-def test_an_algorithm_normalizes_the_same_over_experiments_that_normalize_otherwise(name):
-    """openrlhf_ppo whitens tokens, and llama2_chat whitens scores. The preset must replace both the level and the
-    flags."""
-    given = ["models.actor.path=m", "models.reward.path=r", "data.path=p.jsonl", *NEEDS.get(name, [])]
-    config = compose(["experiment=ppo", f"algorithm={name}", "interfaces.actor.generation.n=4", *given])
-    actor = build_experiment(config).interfaces["actor"]
-    for experiment in ("openrlhf_ppo", "llama2_chat"):
-        overrides = [f"experiment={experiment}", f"algorithm={name}", "interfaces.actor.generation.n=4", *given]
-        other = build_experiment(compose(overrides)).interfaces["actor"]
-        assert (other.advantage, other.adv_norm) == (actor.advantage, actor.adv_norm)
-        assert not other.credit_per_minibatch
-
-
 @pytest.mark.parametrize("name", PREFERENCE)
 def test_a_preset_for_pairs_is_an_error_over_an_experiment_without_pairs(name):
     with pytest.raises(ConfigError, match=r"unknown key 'interfaces\.actor\.kind'"):

@@ -9,7 +9,6 @@ import os
 import pytest
 
 from realign.cache_folder import LIMIT, Cache, cache_folder
-from realign.errors import ConfigError
 from tests.disk import OTHERS
 
 
@@ -99,15 +98,6 @@ def test_a_link_of_another_user_leads_to_no_entries_and_nothing_behind_it_change
         cache.write("a", b"x")
     assert cache.read("a") is None
     assert [path.read_bytes() for path in precious.parent.iterdir()] == [b"x" * 4000]
-
-
-def test_a_limit_of_zero_keeps_nothing_and_a_wrong_one_is_named(monkeypatch):
-    monkeypatch.setenv(LIMIT, "0")
-    Cache("tokens").write("a", b"x")
-    assert Cache("tokens").read("a") is None
-    monkeypatch.setenv(LIMIT, "much")
-    with pytest.raises(ConfigError, match="REALIGN_CACHE_GB='much': expected a number of gigabytes"):
-        Cache("tokens")
 
 
 def fill(worker: int) -> int:

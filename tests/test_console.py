@@ -98,16 +98,6 @@ def test_everything_that_prints_is_kept_from_errors_and_the_streams_come_back():
     assert console.lost is not None
 
 
-def test_a_process_without_streams_and_one_that_closed_them_work():
-    closed = io.StringIO()
-    closed.close()
-    for stream in (None, closed):
-        with streams(stream, stream), lasting_console():
-            print("a", flush=True)
-            sys.stderr.write("b")
-            Console().print("c")
-
-
 @pytest.mark.parametrize("number", ERRORS)
 def test_a_run_ends_well_without_its_console(tmp_path, number):
     result = run(experiment(tmp_path), console=Console(file=Failing(number, after=5)))

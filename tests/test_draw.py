@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from realign.api import RPC, DataflowGraph, Sync
-from realign.draw import DATASET, FORMATS, Flow, flows, to_svg, to_text
+from realign.draw import DATASET, FORMATS, Flow, flows, to_svg
 
 SVG = "{http://www.w3.org/2000/svg}"
 SCORED = ("input_ids", "loss_mask")
@@ -41,14 +41,6 @@ def test_flows_bundle_keys_by_source_and_leave_out_an_order_that_data_imply():
     assert Flow("actor_gen", ("versions",), note=("(kept for reports)",)) in found
     assert Flow("actor_gen", ("truncated",), note=("(unread)",)) in found
     assert [flow for flow in found if not flow.keys] == [Flow("actor_train", (), ("critic_train",))]
-
-
-def test_text_names_every_call_once_in_order_and_who_reads_what():
-    text = to_text(ppo())
-    assert re.findall(r"^\d+\. (\w+)", text, re.M) == [rpc.name for rpc in ppo().order]
-    assert "ref_logprobs ──▶ actor_train, critic_train" in text
-    assert "truncated  (unread)" in text
-    assert "(order only) ┄┄▶ critic_train" in text
 
 
 def sides(rect: ET.Element) -> tuple[float, float, float, float]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,10 +11,8 @@ import torch
 
 from realign.api import GenerationConfig, MicroBatchSpec
 from realign.config import build_experiment, compose
-from realign.data import TextData, WithPretraining
 from realign.demo.__main__ import main as demo
 from realign.demo.arithmetic import add_without_carry, prepare, readable, written
-from realign.errors import ConfigError
 from realign.functional import KLEstimator
 from realign.interfaces.components import KLPenalty, KLPlace
 from realign.interfaces.grpo import GRPOActorInterface
@@ -110,28 +107,6 @@ def test_trap_g8_cpu_training_end_to_end_without_flash_attn_or_vllm(
     start, end = (AutoModelForCausalLM.from_pretrained(p).state_dict() for p in (task.model, folder))
     assert any(not torch.equal(start[k], end[k]) for k in start)
     assert AutoTokenizer.from_pretrained(folder)("12+34=")["input_ids"]
-
-
-def test_text_comes_along_and_is_learned_beside_rewards(task, reward, tmp_path):
-    texts = tmp_path / "texts.jsonl"
-    texts.write_text("".join(json.dumps({"text": f"{i}+{i}={2 * i}"}) + "\n" for i in range(40)))
-    ptx = ("interfaces.actor._target_=realign.interfaces.ppo.PPOActorInterface", "interfaces.actor.ptx_coef=27.8", HERE)
-    experiment = built(
-        task,
-        tmp_path / "run",
-        reward,
-        *ptx,
-        "models.actor.optimizer={lr: 3e-3, schedule: {warmup: 0}}",
-        "interfaces.actor.generation.n=2",
-    )
-    pretraining = TextData(str(texts), block_tokens=12)
-    experiment = replace(experiment, evaluation=None, data=WithPretraining(experiment.data, pretraining))
-    runtime = LocalRuntime(experiment)
-    nll = [runtime.step(step)[0]["ptx_nll"] for step in range(1, 6)]
-    assert nll[-1] < nll[0] - 0.3
-    small = replace(experiment, microbatch=MicroBatchSpec(max_tokens_per_microbatch=11))
-    with pytest.raises(ConfigError, match=r"the longest text of data\.pretraining has 12 tokens"):
-        LocalRuntime(small)
 
 
 def test_dynamic_sampling_with_a_real_model_trains_on_groups_with_spread(task, reward, tmp_path):
@@ -240,14 +215,6 @@ def test_the_demo_refuses_a_typo_before_it_touches_an_earlier_result(tmp_path, c
     assert demo([f"output_dir={tmp_path / 'demo'}", wrong]) == 2
     assert "stepz" in capsys.readouterr().err
     assert [p for p in tmp_path.rglob("*") if p.is_file()] == [earlier]
-
-
-def test_the_demo_deletes_nothing_that_is_not_its_own(tmp_path, capsys):
-    thesis = tmp_path / "thesis.tex"
-    thesis.touch()
-    assert demo([f"output_dir={tmp_path}"]) == 2
-    assert "the folder contains 'thesis.tex', which is not of the demo" in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == [thesis]
 
 
 def test_an_interrupted_demo_says_so(tmp_path, capsys, monkeypatch):

@@ -21,7 +21,6 @@ from realign.own_files import (
     open_regular,
     read_regular,
     replace_bytes,
-    set_aside,
     sync_tree,
     why_not_private,
 )
@@ -130,13 +129,6 @@ def test_a_link_of_another_user_is_not_private(tmp_path, monkeypatch):
     os.lchown(tmp_path / "link", 12346, -1)
     assert why_not_private(tmp_path / "mine") is None
     assert why_not_private(tmp_path / "link") == f"{tmp_path / 'link'} belongs to another user (uid 12346)"
-
-
-def test_something_is_set_aside_under_a_free_name(tmp_path):
-    (tmp_path / "final.1").symlink_to("nowhere")
-    for name in ("final.2", "final.3"):
-        (tmp_path / "final").mkdir()
-        assert set_aside(tmp_path / "final").name == name
 
 
 def written(own: OwnFiles, name: str, files: dict[str, bytes]) -> None:

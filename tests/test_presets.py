@@ -86,16 +86,6 @@ def test_a_recipe_with_a_critic_runs_end_to_end(name, folders, tmp_path):
     assert [json.loads(x)["step"] for x in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()] == [0, 1, 2]
 
 
-def test_qwen_trains_its_critic_alone_at_first(folders, tmp_path):
-    experiment = build_experiment(compose(small("qwen_rlhf", folders, tmp_path / "run")))
-    runtime = LocalRuntime(experiment)
-    before = [p.clone() for p in runtime.models["actor"].engine.module.parameters()]
-    values, _ = runtime.step(1)
-    assert "optimizer_steps" not in values
-    assert values["critic/optimizer_steps"] == 4
-    assert all(map(torch.equal, before, runtime.models["actor"].engine.module.parameters()))
-
-
 @pytest.mark.parametrize("name", SHARED)
 def test_a_recipe_with_a_shared_trunk_runs_end_to_end(name, folders, tmp_path):
     last = trained(name, folders, tmp_path / "run")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from transformers import AutoImageProcessor, AutoModelForImageTextToText
 
 from realign.config import build_experiment, compose
 from realign.demo.colors import prepare
@@ -58,13 +57,3 @@ def test_sft_learns_to_name_colors_and_grpo_improves_on_its_mistakes(tmp_path):
     assert start == pytest.approx(after, abs=0.1)
     assert end > start + 0.15
     assert history[1]["first_logprob_diff_max"] < 1e-4
-
-
-@pytest.mark.parametrize("rollout", ["sync", pytest.param("async", marks=pytest.mark.slow)])
-def test_a_run_with_images_saves_a_model_that_transformers_loads(tmp_path, rollout):
-    task = prepare(tmp_path / "task", seed=0, squares=8, held_out=2)
-    out = tmp_path / "grpo"
-    _, _, history = grpo(out, task, task.model, 2, "batch_prompts=2", f"rollout={rollout}")
-    assert [record["step"] for record in history] == [0, 1, 2]
-    AutoModelForImageTextToText.from_pretrained(out / "final/actor")
-    assert AutoImageProcessor.from_pretrained(out / "final/actor").patch_size == 4

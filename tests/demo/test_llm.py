@@ -9,7 +9,6 @@ import sys
 import pytest
 
 from realign.demo import llm, smollm2
-from realign.demo.launch import Demo
 from realign.demo.reasoning import prepare
 from realign.errors import ConfigError
 from tests.data.text_tokenizer import make_tokenizer
@@ -63,12 +62,6 @@ def test_a_converted_model_is_used_again(monkeypatch, tmp_path):
     assert converted == [tmp_path / "file.gguf"]
     assert [path.name for path in folder.parent.iterdir()] == [smollm2.NAME]
     assert folder.parent.stat().st_mode & 0o777 == 0o700  # compiled libraries are not loaded from a shared folder
-
-
-def test_the_evaluation_cannot_be_removed(tmp_path):
-    demo = Demo(0, False, tmp_path, {"": ["evaluation=null"]})
-    with pytest.raises(ConfigError, match="the demo compares held-out answers"):
-        llm.experiment(demo, "model")
 
 
 def test_a_run_of_another_model_shows_answers_of_both_ends(reasoning_package, drawn_curves, tmp_path, capsys):

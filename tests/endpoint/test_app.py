@@ -226,57 +226,6 @@ def test_variables_of_the_chat_template_are_not_arguments_of_its_renderer(client
     assert client.chat.completions.create(model="tiny", messages=HELLO, extra_body=extra).choices
 
 
-def test_a_session_with_a_slow_prompt_does_not_delay_others():
-    with served() as (endpoint, _), ThreadPoolExecutor() as threads:
-        renderer, release = endpoint.sessions.main.renderer, threading.Event()
-        render = renderer.render
-
-        def slow(messages, *args, **options):
-            if messages[0]["content"] == "slow":
-                assert release.wait(60)
-            return render(messages, *args, **options)
-
-        renderer.render = slow
-        slow_session, other = opened(endpoint, "slow/0"), opened(endpoint, "other/0")
-        ask = {"model": "tiny", "extra_body": {"return_token_ids": True}}
-        with client_of(endpoint, slow_session) as first, client_of(endpoint, other) as second:
-            call = threads.submit(first.chat.completions.create, messages=user("slow"), **ask)
-            wait_until(slow_session.preparing.locked)
-            later = threads.submit(first.chat.completions.create, messages=HELLO, **ask)  # keeps its place
-            assert second.chat.completions.create(messages=HELLO, **ask).choices
-            assert slow_session.started == 0
-            release.set()
-            assert call.result(60).choices
-            assert later.result(60).choices
-        assert sorted(len(call.ids[: call.prompt_tokens]) for call in slow_session.capture.calls()) == [4, 5]
-
-
-def test_the_prompt_of_a_client_that_left_is_not_submitted():
-    sampler = TableSampler(letters())
-    with served(sampler, max_concurrent=1) as (endpoint, _):
-        session, release, rendering = opened(endpoint), threading.Event(), threading.Event()
-        renderer = endpoint.sessions.main.renderer
-        render = renderer.render
-
-        def waiting(*args, **options):
-            rendering.set()
-            assert release.wait(60)
-            return render(*args, **options)
-
-        renderer.render = waiting
-        host, path = endpoint.base_url(session).removeprefix("http://").split("/", 1)
-        head = f"POST /{path}/chat/completions HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer {session.key}\r\n"
-        with socket.create_connection(host.split(":")) as left:
-            left.sendall(f"{head}Content-Length: {len(X)}\r\n\r\n".encode() + X)
-            assert rendering.wait(60)
-        wait_until(lambda: post(endpoint, CHAT, b"{").status_code == 400)  # not 429: the request ended
-        release.set()
-        wait_until(lambda: not session.preparing.locked())
-        assert (session.started, sampler.active) == (0, [])
-        with client_of(endpoint, session) as client:
-            assert client.chat.completions.create(model="tiny", messages=HELLO).choices
-
-
 @pytest.mark.parametrize("key", ["the-ke", "the-key2", "\u00e9", None])
 def test_a_wrong_key_is_rejected(endpoint, key):
     session = opened(endpoint)
@@ -461,15 +410,6 @@ def test_an_endpoint_raises_the_soft_limit_on_descriptors_and_leaves_half_of_the
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 256
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
-def test_a_client_that_does_not_read_its_stream_is_cut_off_at_the_time_limit():
-    config = GenerationConfig(max_new_tokens=10_000_000, fixed_length=True)
-    with served(config=config, limit=None, timeout_s=2.0) as (endpoint, sampler), connected(endpoint) as slow:
-        body = json.dumps({"messages": HELLO, "stream": True}).encode()
-        slow.sendall(request_head(len(body)) + body)
-        wait_until(lambda: sampler.active)
-        wait_until(lambda: not sampler.active)
 
 
 def test_a_request_that_takes_too_long_is_an_error_and_its_sampling_ends():

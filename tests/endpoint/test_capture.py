@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import threading
-
 import pytest
 import torch
 
@@ -89,32 +87,6 @@ def test_a_response_that_several_sequences_contain_trains_once():
     assert first.sampled.tolist() == [False, False, True, True, False, True, True]
     assert second.sampled.tolist() == [False] * 5 + [True, True]
     assert (first.calls, second.calls) == (2, 1)
-
-
-def test_text_that_the_tokenizer_would_change_begins_a_new_sequence():
-    """The tiny tokenizer has no token for a tilde, so decoding its ids does not restore the text."""
-    capture, writer = Capture(), renderer()
-    call(capture, writer, "ab", "x.")
-    assert capture.prompt(writer, "abx<eos>~").parent is None
-
-
-def test_no_token_is_lost_or_duplicated_when_threads_add_calls():
-    capture, writer = Capture(), renderer()
-
-    def converse(letter: str) -> None:
-        text = letter
-        for _ in range(20):
-            call(capture, writer, text, "x.")
-            text += "x<eos>c"
-
-    threads = [threading.Thread(target=converse, args=(letter,)) for letter in "abdefghi"]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    found = capture.sequences()
-    assert sorted(s.ids.tolist() for s in found) == sorted(ids(a + "x.c" * 19 + "x.") for a in "abdefghi")
-    assert sum(int(s.sampled.sum()) for s in found) == 8 * 20 * 2
 
 
 ZEPHYR = (

@@ -74,16 +74,3 @@ def test_clients_may_send_reasoning_back_under_the_names_that_are_in_use(field):
         messages += [called, {"role": "tool", "tool_call_id": called["tool_calls"][0]["id"], "content": "12"}]
         client.chat.completions.create(model="policy", messages=messages, tools=TOOLS)
     assert [sequence.calls for sequence in session.capture.sequences()] == [2]
-
-
-def test_a_history_without_the_reasoning_of_the_current_question_is_a_further_sequence():
-    with (
-        scripted(family_renderer(QWEN3), sampled(QWEN3)) as (endpoint, session, _),
-        OpenAI(base_url=endpoint.base_url(session), api_key=session.key, max_retries=0) as client,
-    ):
-        messages = [SYSTEM, QUESTION]
-        called = said(client.chat.completions.create(model="policy", messages=messages, tools=TOOLS).choices[0].message)
-        del called["reasoning_content"]
-        messages += [called, {"role": "tool", "tool_call_id": called["tool_calls"][0]["id"], "content": "12"}]
-        client.chat.completions.create(model="policy", messages=messages, tools=TOOLS)
-    assert [sequence.calls for sequence in session.capture.sequences()] == [1, 1]

@@ -13,7 +13,6 @@ from realign.endpoint import app
 from tests.endpoint.chat_families import (
     FAMILIES,
     TOOLS,
-    WHY,
     Family,
     family_renderer,
     histories,
@@ -21,8 +20,6 @@ from tests.endpoint.chat_families import (
 )
 from tests.endpoint.scripted import scripted
 
-PARSED = [family for family in FAMILIES if family.parts]
-each_family = pytest.mark.parametrize("family", PARSED, ids=lambda family: family.name)
 QWEN3 = next(family for family in FAMILIES if family.name == "qwen3")
 INVALID = '<tool_call>\n{"name": "multiply", "argum</tool_call>'
 CALL = '<tool_call>\n{"name": "multiply", "arguments": {"a": 3, "b": 4}}\n</tool_call>'
@@ -76,18 +73,6 @@ def same(message: dict[str, Any], whole: Any) -> None:
     assert message["content"] == (expected["content"] or "")
     assert message["reasoning_content"] == (expected.get("reasoning_content") or "")
     assert message["tool_calls"] == (expected["tool_calls"] or [])
-
-
-@each_family
-def test_a_tool_call_is_one_delta_after_the_reasoning_in_several(family):
-    message, kinds, whole = received(family, sampled(family)[0])
-    same(message, whole)
-    assert whole.finish_reason == "tool_calls"
-    assert [call["function"]["name"] for call in message["tool_calls"]] == ["multiply"]
-    assert kinds[-1] == "tool_calls"
-    assert message["reasoning_content"] == (WHY if family.reasoning else "")
-    assert kinds.count("reasoning_content") > (2 if family.reasoning else -1)
-    assert "content" not in kinds
 
 
 @pytest.mark.parametrize("step", [1, 4, 50, 1000])

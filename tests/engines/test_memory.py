@@ -93,24 +93,6 @@ def test_activations_are_the_tensors_that_autograd_saves(family, dtype):
     assert estimate._activations(tokens, work) - working == pytest.approx(found - cast, rel=0.2)
 
 
-def test_attention_without_a_fused_kernel_grows_with_the_length_of_sequences():
-    of = [MemoryWork(True, True, False, 1024, 4096, response=length) for length in (128, 512)]
-    for family, grows in (("bloom", True), ("gemma2", True), ("llama", False)):
-        short, long = (model(family, optimizer=OptimizerSpec()).estimate(work) for work in of)
-        assert (long.activations > short.activations) == (long.scoring > short.scoring) == grows
-    shape = shape_of(tiny_config("gemma2"), Causal())
-    on_gpu = [MemoryModel(shape, torch.device("cuda"), torch.bfloat16, OptimizerSpec()).estimate(work) for work in of]
-    assert on_gpu[0].activations == on_gpu[1].activations
-
-
-def test_gradient_checkpointing_keeps_one_tensor_per_layer():
-    whole, less = (
-        model(optimizer=OptimizerSpec(), gradient_checkpointing=flag).estimate(WORK).activations
-        for flag in (False, True)
-    )
-    assert less < 0.6 * whole
-
-
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3_moe"])
 @pytest.mark.parametrize("most", [None, 2])
 def test_the_cache_is_the_one_of_a_rollout(monkeypatch, family, most):
@@ -127,15 +109,6 @@ def test_the_cache_is_the_one_of_a_rollout(monkeypatch, family, most):
     engine.generate(data, GenerationConfig(n=3, max_new_tokens=7), seed=0)
     work = MemoryWork(False, False, True, 13, 13, prompts=2, sequences=6, prompt=6, response=7)
     assert model(family, sampling=InProcessSampling(max_slots=most)).estimate(work).cache == allocated[0]
-
-
-def test_concurrent_micro_batches_keep_their_own_gradients():
-    alone = model(optimizer=OptimizerSpec()).estimate(WORK)
-    work = MemoryWork(True, False, False, tokens=1024, optimizer_step_tokens=1024, response=32)
-    lanes = model(optimizer=OptimizerSpec(), lanes=2).estimate(work)
-    assert not alone.accumulates
-    assert lanes.accumulates
-    assert lanes.gradients == 4 * alone.gradients
 
 
 def test_ranks_divide_weights_and_state_but_sample_from_a_whole_copy():

@@ -108,18 +108,6 @@ def test_a_slurm_job_is_requeued_if_the_failure_could_not_be_recorded(execute):
     assert execute("slurm/train.sbatch", (75, None)).requeues == ["requeue 42"]
 
 
-def test_a_slurm_job_is_not_requeued_after_the_third_failure_at_the_same_step(execute):
-    assert execute("slurm/train.sbatch", (75, 2)).requeues == ["requeue 42"]
-    result = execute("slurm/train.sbatch", (75, 3))
-    assert (result.code, len(result.requeues)) == (75, 1)
-    assert "3 consecutive failures without progress" in result.errors
-
-
-def test_a_slurm_job_is_requeued_after_preemption_whatever_failed_before(execute):
-    execute("slurm/train.sbatch", (75, 3))
-    assert execute("slurm/train.sbatch", (143, None)).requeues == ["requeue 42"]
-
-
 def test_the_loop_restarts_a_run_until_it_succeeds(execute):
     result = execute("restart.sh", (75, 1), (75, 1), (75, 2), (0, None))
     assert (result.code, len(result.calls)) == (0, 4)
@@ -129,12 +117,6 @@ def test_the_loop_stops_after_the_third_failure_at_the_same_step(execute):
     result = execute("restart.sh", (75, 1), (75, 2), (75, 3))
     assert (result.code, len(result.calls)) == (75, 3)
     assert "3 consecutive failures without progress" in result.errors
-
-
-def test_the_scripts_stop_after_the_third_failure_without_a_record(execute, monkeypatch):
-    assert len(execute("restart.sh", (75, None), (75, None), (75, None)).calls) == 3
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
-    assert execute("slurm/train.sbatch", (75, None)).requeues == []
 
 
 @pytest.fixture

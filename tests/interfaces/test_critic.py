@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from realign.api import MicroBatchSpec, Model, SequenceSample, stat_values
+from realign.errors import ConfigError
 from realign.interfaces.components import ValueObjective
 from realign.interfaces.components.value_loss import ValueLoss
 from realign.interfaces.critic import PPOCriticInterface, ValueNormalization, ValueScale
@@ -89,6 +90,18 @@ def test_values_are_those_of_the_state_before_a_token_and_bootstrap_that_after_t
     assert out.keys == {"values", "bootstrap_values"}
     assert out["values"].tolist() == [0, 0, float(v[2]), float(v[3])]
     assert out["bootstrap_values"].tolist() == [float(v[4])]
+
+
+def test_moments_are_kept_with_the_weights_and_refused_where_they_would_be_ignored():
+    normalized = PPOCriticInterface(normalization=ValueNormalization(ValueScale.exponential))
+    step(normalized, random_batch(1).select(KEYS))
+    saved = normalized.state_dict()
+    other = PPOCriticInterface(normalization=ValueNormalization(ValueScale.exponential))
+    other.adopt(saved)
+    assert other.state_dict() == saved
+    with pytest.raises(ConfigError, match=r"normalization.scale=none: .* Set normalization.scale="):
+        PPOCriticInterface().adopt(saved)
+    PPOCriticInterface().adopt({})
 
 
 @pytest.mark.parametrize("scale", [ValueScale.exponential, ValueScale.cumulative])

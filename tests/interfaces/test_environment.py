@@ -276,6 +276,14 @@ def test_episodes_end_by_the_environment_by_turns_and_by_tokens():
     assert [world.closed for world in Tool.made] == [1] * 5
 
 
+def test_an_opening_that_leaves_no_room_ends_the_episode_before_it_begins():
+    row = {"script": [], "opening": "0123456789"}
+    with pytest.warns(UserWarning, match=r"max_episode_tokens=12: no episode .* had a turn, .*max_new_tokens=8"):
+        out = hold(settings(max_episode_tokens=12), Scripted({}), batch({"q": row}))
+    assert (lists(out, "input_ids"), out["truncated"].tolist()) == ([ids("ab")], [True])
+    assert (out["rewards"].tolist(), out["rewards"].dtype) == ([0.0], torch.float32)
+
+
 def test_dense_rewards_stand_at_the_last_sampled_token_of_each_turn():
     row = {"script": [("77", 0.25, False, False, {}), ("", -1.0, True, False, {})]}
     engine = Scripted({"q/0/turn0": "xy.", "q/0/turn1": "z."})

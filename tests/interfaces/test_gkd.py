@@ -188,6 +188,21 @@ def test_a_student_approaches_a_larger_teacher_of_another_family(files, tmp_path
     assert divergences[-1] < 0.6 * divergences[0]
 
 
+MIXED = (
+    "data={_target_: realign.data.PromptsWithResponses, responses: {_target_: realign.data.SupervisedData, path: ???}}"
+)
+
+
+def test_a_run_mixes_given_responses(files, tmp_path):
+    mixed = MIXED.replace("???", str(files["data"]))
+    result = run(
+        build_experiment(
+            compose(overrides(files, tmp_path / "run", mixed, "interfaces.actor.on_policy_fraction=0.5", "steps=3"))
+        )
+    )
+    assert result.history[-1]["divergence"] > 0
+
+
 def test_adapters_may_learn_from_the_model_without_them(tmp_path):
     """The teacher is the base model: the divergence is 0 at the start, grows by SFT, and shrinks by distillation."""
     step = OptimizerSpec(lr=3e-3)

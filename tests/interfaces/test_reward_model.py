@@ -174,6 +174,17 @@ def test_scores_without_a_deviation_are_refused(scores):
         RewardModelInterface().normalize(torch.tensor(scores))
 
 
+def test_the_scale_of_labels_by_hand():
+    """Ratings: mean 3, variance (4 + 1 + 1 + 4) / 4. Differences -1 and 3: mean square (1 + 9) / 2."""
+    labels_S = torch.tensor([1.0, 2.0, 4.0, 5.0])
+    assert RewardModelInterface(kind=RewardLoss.scalar_rating).label_scale(labels_S) == (3.0, math.sqrt(2.5))
+    differences = torch.tensor([1.0, 2.0, 4.0, 1.0])
+    scale = RewardModelInterface(kind=RewardLoss.scalar_compare).label_scale(differences)
+    assert scale == (0.0, pytest.approx(math.sqrt(5) / 2))
+    for kind in (RewardLoss.pairwise, RewardLoss.best_of_n):
+        assert RewardModelInterface(kind=kind).label_scale(labels_S) == (0.0, 1.0)
+
+
 def test_gain_and_bias_come_with_the_weights_they_were_saved_with():
     first, second = RewardModelInterface(), RewardModelInterface()
     first.normalize(torch.tensor([1.0, 3.0]))

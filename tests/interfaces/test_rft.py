@@ -62,6 +62,17 @@ def test_the_pool_keeps_distinct_judged_responses_of_a_prompt_over_epochs():
     assert masks == [[0, 1, 1], [0, 1], [0, 1, 1, 1], [0, 0, 1], [0, 0, 1, 1], [0, 0, 1], [0, 0, 1]]
 
 
+def test_the_pool_survives_a_restart_as_json():
+    interface = RFTActorInterface()
+    for data in (FIRST, SECOND):
+        interface.pool.add(data, trainable(data))
+    other = RFTActorInterface()
+    other.load_state_dict(json.loads(json.dumps(interface.state_dict())))
+    assert other.state_dict() == interface.state_dict()
+    ours, theirs = (x.pool.take(SECOND) for x in (interface, other))
+    assert all(torch.equal(ours[key], theirs[key]) for key in ("input_ids", "loss_mask", "rewards"))
+
+
 def test_a_prompt_ends_where_sampling_began_and_not_after_a_tool():
     data = SequenceSample.from_sequences(["a"], {"input_ids": [[[1, 2, 3, 4, 5]]]})
     assert prompts_of(data.with_tokens(prompt_mask=torch.tensor([True, True, False, True, False]))) == [(1, 2)]

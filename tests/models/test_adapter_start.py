@@ -115,22 +115,6 @@ def test_a_reward_model_from_an_adapter_keeps_its_head_and_starts_a_critic(tmp_p
         load(tmp_path / "reward")
 
 
-def test_the_base_model_is_found_beside_the_adapter_and_from_the_current_folder(sft, tmp_path, monkeypatch):
-    wanted, folder = logprobs(load(sft[1])), sft[1]
-    change(folder, base_model_name_or_path="../base")
-    assert torch.equal(logprobs(load(folder)), wanted)
-    monkeypatch.chdir(tmp_path)
-    change(folder, base_model_name_or_path="base")
-    assert torch.equal(logprobs(load(folder)), wanted)
-
-
-def test_a_hub_name_of_the_base_model_is_left_to_transformers(sft, monkeypatch):
-    change(sft[1], base_model_name_or_path="owner/base")
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(ConfigError, match=r"models\.actor\.path='owner/base': no such folder, and not in the cache"):
-        load(sft[1])
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -257,11 +257,6 @@ def test_harmless_weights_are_left_over_and_other_parts_are_named_once(tmp_path,
     assert said == [f"models.actor.path={str(folder)!r}: 1 weights are not used, such as {name!r}."] * warned
 
 
-def test_a_reward_model_starts_from_a_language_model_without_a_word(tmp_path, recwarn):
-    loaded(save_tiny(tmp_path / "m"), head=Score("zero"))
-    assert not [w for w in recwarn if "not used" in str(w.message)]
-
-
 def test_a_weight_of_another_shape_is_named_with_both_shapes(tmp_path):
     folder = save_tiny(tmp_path / "m")
     change(folder, vocab_size=VOCAB - 3)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import json
 import os
 import re
@@ -10,18 +9,15 @@ import shutil
 import socket
 import subprocess
 import sys
-import threading
 import time
 import urllib.request
 from collections.abc import Iterator
-from http import HTTPStatus
 from typing import Any
 
 import pytest
 
 from realign.report.page import write_report
-from realign.report.server import Answer, Viewer, ViewOptions, ViewServer
-from tests.report.runs import HOSTILE, make_run, write_run
+from tests.report.runs import HOSTILE, make_run
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 PAGES = ("overview", "curves", "samples", "tokens", "time", "system")
@@ -95,18 +91,6 @@ def test_the_tooltip_of_a_token_shows_the_numbers_in_the_file(watched, report, r
         assert text in shown.split("\n"), (name, shown)
 
 
-def test_tokens_are_reached_with_the_keyboard(watched, report):
-    page = watched.open(report, "tokens")
-    box = page.locator(".tokens").first
-    box.focus()
-    page.keyboard.press("Home")
-    page.keyboard.press("ArrowRight")
-    assert page.locator(".token[aria-selected]").get_attribute("data-i") == "1"
-    assert page.locator(".tip:visible").count() == 1
-    page.keyboard.press("Escape")
-    assert page.locator(".tip:visible").count() == 0
-
-
 def test_the_filters_of_samples_and_curves_change_what_is_shown(watched, report):
     page = watched.open(report, "samples")
     page.fill("input[type=search]", "no response contains this")
@@ -135,17 +119,6 @@ def test_a_point_of_a_curve_leads_to_samples_and_these_to_tokens(watched, report
     page.wait_for_selector(".tokens")
     assert f"step={step}" in page.url
     assert watched.errors == []
-
-
-def test_identical_responses_are_one_card_with_a_count(watched, run_folder, tmp_path):
-    shutil.copytree(run_folder, tmp_path / "toy")
-    same = {"step": 1, "id": "0@0", "prompt": "p", "reward": 1.0}
-    records = [{**same, "response": text} for text in ("a", "a", "b", "a")]
-    (tmp_path / "toy" / "samples.jsonl").write_text("\n".join(map(json.dumps, records)))
-    write_report([tmp_path / "toy"], tmp_path / "out.html")
-    page = watched.open((tmp_path / "out.html").as_uri(), "samples")
-    assert page.locator(".response").count() == 2
-    assert page.inner_text(".response .tag") == "\u00d7 3"
 
 
 def test_several_runs_are_overlaid_and_compared(watched, run_folder, tmp_path):
@@ -220,63 +193,6 @@ def test_the_viewer_shows_new_steps_while_the_run_goes_on(browser, tmp_path):
     finally:
         server.terminate()
         server.wait(30)
-
-
-LIST = """<!doctype html><iframe id="viewer" src="/"></iframe><ol id="seen"></ol><script>
-  const viewer = document.getElementById("viewer"), seen = document.getElementById("seen");
-  viewer.onload = async () => {
-    viewer.contentWindow.location.hash = "#runs";
-    const rows = () => [...viewer.contentDocument.querySelectorAll("main tbody tr td:nth-child(2)")];
-    while (!rows().length) await new Promise((done) => setTimeout(done, 50));
-    for (const { textContent } of rows()) seen.append(Object.assign(document.createElement("li"), { textContent }));
-  };
-</script>"""
-"""A page with the viewer in a frame, which copies the names in the list of runs."""
-
-
-def dumped(runs, driver, tmp_path) -> list[str]:
-    """Return the items of the list of a page that drives the viewer of some runs in a frame."""
-
-    class WithDriver(Viewer):
-        def answer(self, target: str, host: str, known: str = "") -> Answer:
-            if target == "/driver":
-                return Answer(HTTPStatus.OK, driver.encode(), {"Content-Type": "text/html"})
-            return super().answer(target, host, known)
-
-    server = ViewServer(WithDriver(runs, ViewOptions(port=0)))
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        address = f"http://127.0.0.1:{server.server_address[1]}"
-        _wait_for(f"{address}/api/runs")
-        command = [CHROMIUM, "--headless", "--no-sandbox", f"--user-data-dir={tmp_path}", "--virtual-time-budget=20000"]
-        done = subprocess.run(
-            [*command, "--dump-dom", f"{address}/driver"], capture_output=True, text=True, timeout=120, check=True
-        )
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join(30)
-    return re.findall("<li>(.*?)</li>", done.stdout)
-
-
-@pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
-def test_the_list_of_runs_draws_forks_below_their_parents(tmp_path):
-    runs = tmp_path / "runs"
-    for name, parent in {"a": None, "b": None, "c": "z", "m": "a", "z": "m"}.items():
-        write_run(runs / name, 0.5)
-        fork = parent and {"run": str((runs / parent).absolute()), "step": 2}
-        (runs / name / "run.json").write_text(json.dumps({"parent": fork}))
-    fork = "fork at step 2: both curves"
-    shown = [f"└ m {fork}", f"\u00a0\u00a0└ z {fork}", f"\u00a0\u00a0\u00a0\u00a0└ c {fork}"]
-    assert [html.unescape(text) for text in dumped(runs, LIST, tmp_path / "browser")] == ["a", *shown, "b"]
-    moved = (runs / "a").rename(runs / "q")  # and all forks, so that the parents named in run.json are gone
-    for name, parent in {"q": None, "c": "z", "m": "q", "z": "m"}.items():
-        fork = parent and {"run": f"/gone/{'a' if parent == 'q' else parent}", "id": f"id of {parent}", "step": 2}
-        (runs / name / "run.json").write_text(json.dumps({"id": f"id of {name}", "parent": fork}))
-    listed = [html.unescape(text) for text in dumped(runs, LIST, tmp_path / "browser")]
-    assert sorted(listed) == sorted(["b", moved.name, *shown])
-    assert listed[listed.index("q") :][:4] == ["q", *shown]
 
 
 def _wait_for(address: str) -> None:

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from realign.report.compare import comparison, names, paired
-from tests.report.runs import HOSTILE_VALUES, hostile_files, write_sweep
+from tests.report.runs import HOSTILE_VALUES, write_sweep
 
 
 def shown(parts, width=160) -> str:
@@ -107,17 +107,6 @@ def test_texts_of_a_run_reach_neither_the_terminal_nor_markup(tmp_path):
     text = stream.getvalue()
     assert text.count("[/]\\x1b]0;pwn") >= 4  # the status of both runs, the name of a metric, and a setting
     assert not {c for c in text if unicodedata.category(c) in ("Cc", "Cf")} - {"\n"}
-
-
-@pytest.mark.parametrize("kind", HOSTILE_VALUES)
-def test_a_comparison_shows_runs_with_values_of_wrong_types(kind, run_folder, tmp_path):
-    files = hostile_files(run_folder, HOSTILE_VALUES[kind])
-    (tmp_path / "metrics.jsonl").write_text(files["metrics.jsonl"].splitlines()[-1])
-    places = {name: files[name].splitlines()[1:] for name in ("run.json", "summary.json")}
-    for i in range(0, max(map(len, places.values())), 5):
-        for name, changed in places.items():
-            (tmp_path / name).write_text(changed[i % len(changed)])
-        assert "steps" in shown(comparison([tmp_path, tmp_path]))
 
 
 def test_a_fork_and_its_parent_are_compared_step_by_step(tmp_path):

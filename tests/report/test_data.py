@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import socket
 import time
 
 import pytest
 
-from realign.report.data import MOST_NAMES, POINTS, Metrics, alerts, run_data, run_line, status
+from realign.report.data import MOST_NAMES, Metrics, alerts, run_data, run_line, status
 from realign.report.files import run_info, summary
 from tests.report.runs import HOSTILE_VALUES, hostile_files
 
@@ -34,16 +33,6 @@ def test_a_report_contains_the_records_of_the_run(run_folder):
     assert data["samples"]
     assert data["eval_samples"]
     assert "graph" not in data["info"]
-
-
-def test_long_runs_are_averaged_over_neighboring_steps():
-    records = [{"step": i, "seconds": i, "x": float(i), "rare": 1.0 if i == 7 else None} for i in range(3 * POINTS)]
-    found = columns(records)
-    assert found["averaged"] == 3
-    assert len(found["step"]) == POINTS
-    assert found["step"][:2] == [2, 5]
-    assert found["values"]["x"][:2] == [1, 4]
-    assert found["values"]["rare"][:3] == [None, None, 1.0]
 
 
 @pytest.mark.parametrize("kind", HOSTILE_VALUES)
@@ -106,13 +95,3 @@ def test_an_alert_says_since_when_a_curve_has_looked_wrong():
     steps[9] |= {"entropy": 1.0, "grad_norm": 0.5, "truncated_fraction": 0.1}  # it recovered
     assert alerts(columns(steps)) == []
     assert alerts(columns([{"grad_norm": 0.0}] * 3)) == []  # a damaged file says no step
-
-
-def test_a_larger_budget_shows_more_steps_and_the_page_says_how_many_there_are(run_folder, tmp_path):
-    shutil.copytree(run_folder, tmp_path / "toy")
-    line = json.dumps({"step": 0, "id": "0@0", "prompt": "p", "response": "r" * 900, "reward": 1.0})
-    lines = [line.replace('"step": 0', f'"step": {step}') for step in range(200)]
-    (tmp_path / "toy" / "samples.jsonl").write_text("\n".join(lines))
-    few, all_steps = (run_data(tmp_path / "toy", samples_mb=mb)["steps_of"]["samples"] for mb in (0.1, 10))
-    assert few[0] < few[1] == 200
-    assert all_steps == [200, 200]

@@ -124,20 +124,6 @@ def test_the_gradient_does_not_depend_on_the_order_or_on_shared_prompts():
         assert {n: stats[n] for n in NAMES} == pytest.approx({n: metrics[n] for n in NAMES}, rel=1e-5)
 
 
-def test_micro_batches_that_the_loss_ignores_balance_too():
-    data = sample()
-    gradients = []
-    for spec in (ONE, MicroBatchSpec(n_microbatches=9)):
-        engine = engine_with()
-
-        def first_only(output, here):
-            used = "p1" in here.ids
-            return (output.logprobs().sum() if used and len(here) == 1 else torch.zeros(())) * 0, {}
-
-        gradients.append(train(engine, data, spec, first_only)[0]["model.layers.0.mlp.gate.weight"])
-    torch.testing.assert_close(*gradients, atol=1e-6, rtol=1e-5)
-
-
 def test_the_metrics_are_loads_relative_to_the_mean():
     engine, data = engine_with(), sample()
     _, stats = train(engine, data, SPECS[0])
@@ -147,15 +133,6 @@ def test_the_metrics_are_loads_relative_to_the_mean():
     assert stats["expert_load_max"] == pytest.approx(float(load.max()))
     assert stats["expert_load_min"] == pytest.approx(float(load.min()))
     assert stats["idle_experts"] == pytest.approx(float((counts == 0).float().mean()))
-
-
-@pytest.mark.parametrize("spec", [ONE, SPECS[0]])
-def test_layers_that_are_recomputed_count_once(spec):
-    engine, data = engine_with(gradient_checkpointing=True), sample()
-    train(engine, data, spec)
-    tokens = data.lengths["input_ids"].total
-    assert engine._load.counts_LE.sum(-1).tolist() == [2 * tokens] * 3
-    torch.testing.assert_close(engine._load.probs_LE.sum(-1), torch.full((3,), float(tokens)))
 
 
 def test_adapters_are_trained_through_frozen_routers(tmp_path):
@@ -253,11 +230,6 @@ def test_a_bias_rate_needs_biases_and_all_weights():
         tiny_engine("qwen3_moe", optimizer=STEP, load_balancing=LoadBalancing(bias_rate=0.1))
     with pytest.raises(SettingsError, match=r"load_balancing\.bias_rate=0\.1: .*trains=lora"):
         TransformersModel("folder", optimizer=STEP, trains=Lora(), load_balancing=LoadBalancing(0.0, bias_rate=0.1))
-
-
-def test_a_model_without_routers_names_the_setting():
-    with pytest.raises(ConfigError, match=r"models\.actor\.load_balancing: .*has no routers.*Remove load_balancing"):
-        engine_with(family="llama")
 
 
 def test_rows_of_a_shared_prefix_count_once_for_each_sequence():

@@ -92,27 +92,9 @@ def test_a_sum_that_overflows_blames_nobody():
     assert "from no single micro-batch: each has a finite loss and gradient" in message
 
 
-def test_what_is_not_finite_only_together_names_all_of_its_micro_batch():
-    data = random_sample([[4], [5], [6]])
-
-    def together(output, part):
-        return output.logprobs().sum() * (float("nan") if len(part) > 1 else 1.0), {}
-
-    message = told(tiny_engine(optimizer=STEP), data, together, MicroBatchSpec(max_tokens_per_microbatch=9))
-    assert "of ids 'p0', 'p1')" in message
-
-
 def test_a_broken_weight_is_named_instead():
     data = random_sample([[4], [5]])
     engine = tiny_engine(optimizer=STEP)
     torch.nn.init.constant_(engine.module.model.norm.weight, float("nan"))
     message = told(engine, data, Poisoned(data, ()), MicroBatchSpec())
     assert "from the model: weight 'model.norm.weight' is not finite" in message
-
-
-def test_dropout_and_checkpointed_layers_are_in_their_training_state_when_asked_again():
-    data = random_sample(LENGTHS)
-    engine = tiny_engine("gpt2", optimizer=STEP, dropout=0.1, gradient_checkpointing=True)
-    message = told(engine, data, Poisoned(data, ("p0",), gradient=True), SPECS[1])
-    assert "from the gradient of id 'p0')" in message
-    assert not any(m.training for m in engine.module.modules())

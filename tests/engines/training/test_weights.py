@@ -10,7 +10,6 @@ from transformers import AutoModelForCausalLM
 
 from realign.api import MicroBatchSpec, stat_values
 from realign.engines import OptimizerSpec, SharedModel, TransformersModel
-from realign.engines.training.weights import mix_into
 from realign.models import Causal, Lora, ValueHead
 from tests.tiny import random_sample, save_tiny, tiny_engine
 
@@ -26,13 +25,6 @@ def test_weights_of_another_engine_make_it_compute_the_same_bit_by_bit():
     other.load_weights(one.weights())
     assert logprobs(one).equal(logprobs(other))
     assert all(other.weights()[name].equal(x) for name, x in one.weights().items())
-
-
-def test_a_mix_is_that_part_of_each_weight():
-    own = {"a": torch.tensor([1.0, 2.0]), "count": torch.tensor(3)}
-    mix_into(own, {"a": torch.tensor([5.0, -2.0]), "count": torch.tensor(7)}, 0.25)
-    assert own["a"].tolist() == [2.0, 1.0]  # 0.75 * 1 + 0.25 * 5, 0.75 * 2 - 0.25 * 2
-    assert own["count"] == 7
 
 
 def test_a_value_head_goes_along(tmp_path):

@@ -183,6 +183,11 @@ def test_an_own_estimate_passes_the_conformance_kit(actor, settings):
     check_train_step(actor(kl=adaptive, **more), [*KEYS, "rewards", "prox_logprobs", "versions"])
 
 
+def test_an_own_estimate_cannot_be_combined_with_the_exact_kl():
+    with pytest.raises(SettingsError, match=r"full_vocabulary=true: the exact KL would replace Hinge\.estimate"):
+        Hinge("loss", full_vocabulary=True)
+
+
 def test_an_own_estimate_of_another_shape_is_an_error_that_names_it():
     class Total(KLPenalty):
         def estimate(self, logprobs_T, ref_logprobs_T):

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from realign.api import SequenceSample
+from realign.errors import ConfigError
 from realign.interfaces.components.response_cut import ResponseCut, cut_responses, reward_keys
 from tests.data.chat_templates import KINDS, chat_tokenizer
 from tests.tiny import tiny_tokenizer
@@ -71,6 +72,13 @@ def test_tokens_after_the_mark_go_also_where_they_were_given_to_the_model():
     data = batch([([1], [5, 13, 7, 8])])
     data = data.with_tokens(prompt_mask=torch.tensor([True, False, False, True, False]))
     assert remaining(ResponseCut([END]), data) == [[1, 5, 13]]
+
+
+def test_marks_may_be_given_as_text_of_one_token_each():
+    tokenizer = tiny_tokenizer()
+    assert ResponseCut([5], [".", "\n"]).ids(tokenizer) == [5, *tokenizer.encode(".\n")]
+    with pytest.raises(ConfigError, match=r"cut\.texts=.*: 'ab' must be one token"):
+        ResponseCut(texts=["ab"]).ids(tokenizer)
 
 
 @pytest.mark.parametrize(

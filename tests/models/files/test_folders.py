@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import pickle
-import shutil
 import warnings
 from pathlib import Path
 
@@ -173,23 +172,6 @@ def test_an_interrupted_save_leaves_the_old_or_the_new_folder_and_nothing_else(t
     assert (target / "weights").read_text() == ("new" if state == "after the renames" else "old")
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([target.name, FILES])
     assert ["was restored" in str(w.message) for w in told] == [True] * (state == "between the renames")
-
-
-def test_an_interrupted_removal_leaves_no_partial_model_and_is_finished_later(tmp_path, monkeypatch):
-    own = OwnFiles(tmp_path)
-    save_folder(tmp_path / "step_000002", lambda new: model(new, "x"), own)
-
-    def interrupted(path, **options):
-        (path / "weights").unlink()
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(shutil, "rmtree", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            own.remove("step_000002")
-    assert not (tmp_path / "step_000002").exists()
-    restore_interrupted_saves(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == [FILES]
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from realign.engines import TransformersModel
 from realign.errors import ConfigError, DataError, RealignError
 from realign.interfaces.reward_model import RewardModelInterface
 from realign.models.files.folders import read_states
-from realign.models.files.model_folder import check_hub, check_model_folder, readable, weight_names
+from realign.models.files.model_folder import check_hub, readable, weight_names
 from realign.runtime.models import adopt
 from tests.tiny import save_tiny
 
@@ -115,22 +115,6 @@ def test_a_file_that_is_too_large_is_not_read(model):
     assert "has 1000000000000 bytes; expected at most" in load(model)
 
 
-REAL = [
-    {"num_key_value_heads": None},
-    {"num_hidden_layers": 2, "text_config": {"num_experts": 0}},
-    {"num_attention_heads": [4, 4, 2]},
-    {"eos_token_id": [1, 2]},
-    {"eos_token_id": None},
-]
-
-
-@pytest.mark.parametrize("values", REAL, ids=str)
-def test_values_of_real_families_pass(tmp_path, values):
-    (tmp_path / "config.json").write_text(json.dumps(values))
-    (tmp_path / "elsewhere").symlink_to("nowhere")
-    check_model_folder(tmp_path)
-
-
 @pytest.mark.parametrize("state", [{"gain": "x"}, {"gain": []}, {"gain": 1.0}, {"gain": 1.0, "bias": None}])
 def test_an_interface_state_of_other_values_is_one_line(tmp_path, state):
     (tmp_path / "interface_state.json").write_text(json.dumps(state))
@@ -224,16 +208,6 @@ def test_a_pointer_is_refused_only_where_the_file_is_read(model):
     assert load(model) == ""
     (model / "chat_template.jinja").write_bytes(pointer)
     assert "chat_template.jinja' is a Git LFS pointer" in load(model)
-
-
-def test_a_folder_of_the_hub_cache_names_its_current_snapshot(tiny, tmp_path):
-    top = tmp_path / "models--org--name"
-    for name in ("0aa", "1bb"):
-        shutil.copytree(tiny, top / "snapshots" / name)
-    assert "Did you mean" in load(top)
-    (top / "refs").mkdir()
-    (top / "refs" / "main").write_text("1bb\n")
-    assert load(top).endswith(f"Did you mean {str(top / 'snapshots' / '1bb')!r}?")
 
 
 @pytest.mark.parametrize(

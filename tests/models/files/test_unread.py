@@ -37,20 +37,6 @@ def test_a_slice_of_any_weight_is_read_as_transformers_converts_it(tmp_path, fam
             torch.testing.assert_close(weights[name].read(both), x.detach()[tuple(both)], rtol=0, atol=0)
 
 
-def test_experts_outside_of_a_slice_are_not_read(tmp_path, monkeypatch):
-    module, _ = unread(tmp_path, "qwen3_moe")
-    read = []
-    part = type(weights_in(str(tmp_path), CPU)["lm_head.weight"].source).part
-    monkeypatch.setattr(
-        "realign.models.files.unread.InFile.part",
-        lambda source, slices, opened: read.append(source.name) or part(source, slices, opened),
-    )
-    p = next(p for name, p in module.named_parameters() if name.endswith("0.mlp.experts.gate_up_proj"))
-    for rest in ([], [slice(0, p.shape[1]), slice(0, p.shape[2])]):
-        p.read([slice(1, 2), *rest])
-        assert {name.split("experts.")[1] for name in read} == {"1.gate_proj.weight", "1.up_proj.weight"}
-
-
 def test_unread_weights_have_no_memory_and_become_fp32_on_their_device(tmp_path):
     module, whole = unread(tmp_path, "llama", torch.bfloat16)
     assert has_unread(module)

@@ -138,38 +138,6 @@ def test_the_same_bits_whichever_pass_is_ready_first():
     assert all(stats == again[0][0] and torch.equal(weights, again[0][1]) for stats, weights in again)
 
 
-@pytest.mark.parametrize(
-    "engine",
-    [{"gradient_checkpointing": True}, {"model": {"tie_word_embeddings": True}}, {"dtype": torch.bfloat16}],
-    ids=lambda engine: next(iter(engine)),
-)
-def test_other_ways_of_training(engine):
-    data = masked()
-    want, want_weights = trained(data, parallel_passes=ParallelPasses.off, **engine)
-    found, weights = trained(data, **engine)
-    loose = {"atol": 2e-3, "rtol": 2e-2} if "dtype" in engine else {"atol": 1e-6, "rtol": 1e-5}
-    assert found["n_microbatches"] == 3
-    assert found["grad_norm"] == pytest.approx(want["grad_norm"], rel=loose["rtol"])
-    torch.testing.assert_close(weights, want_weights, **loose)
-
-
-def test_scoring_is_the_same_and_keeps_the_order():
-    data = masked()
-    threads = set()
-
-    def keep(out, part):
-        threads.add(threading.get_ident())
-        assert not torch.is_grad_enabled()
-        return part.with_tokens(logprobs=out.logprobs())
-
-    parallel, one = tiny_engine(), tiny_engine(parallel_passes=ParallelPasses.off)
-    a, b = (e.forward(data, MicroBatchSpec(), keep) for e in (parallel, one))
-    here = threading.get_ident()
-    assert here in threads  # the sequential engine runs in this thread
-    assert threads - {here}
-    torch.testing.assert_close(a["logprobs"], b["logprobs"], atol=2e-6, rtol=1e-5)
-
-
 def test_dropout_and_off_take_one_pass_after_the_other():
     for engine in ({"dropout": 0.5}, {"parallel_passes": ParallelPasses.off}):
         assert trained(masked(), **engine)[0]["n_microbatches"] == 1
@@ -200,23 +168,6 @@ def test_branches_that_listen_to_the_trunk_take_one_pass_after_the_other(tmp_pat
     for engine in (actor.engine, ref.engine):
         engine.forward(masked(), MicroBatchSpec(), keep)
     assert passes == [threading.get_ident()] * 2
-
-
-def test_an_interrupted_batch_leaves_no_gradient_behind():
-    data = masked()
-
-    def fails(output, part):
-        if data.ids[0] in part.ids:
-            raise KeyError("advantages")
-        return likelihood(output, part)
-
-    engine, fresh = tiny_engine(optimizer=STEP), tiny_engine(optimizer=STEP)
-    with pytest.raises(KeyError, match="advantages"):
-        engine.train_batch(data, MicroBatchSpec(), fails, weight)
-    for e in (engine, fresh):
-        e.train_batch(data, MicroBatchSpec(), likelihood, weight)
-    for a, b in zip(engine.network.parameters(), fresh.network.parameters(), strict=True):
-        assert torch.equal(a, b)
 
 
 def test_a_rollout_takes_one_core_for_small_products(monkeypatch):

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-
 import numpy as np
 import pytest
 import torch
@@ -10,7 +8,6 @@ from realign.api import GenerationConfig, Lengths, MicroBatchSpec
 from realign.engines import OptimizerSpec
 from realign.errors import ConfigError, DataError
 from realign.models.network.images import place
-from realign.samplers.in_process.background import StreamingEngine
 from realign.samplers.in_process.settings import InProcessSampling
 from tests.images import (
     END,
@@ -82,13 +79,6 @@ def test_positions_are_those_of_transformers(seed):
     assert found.features_L[found.features_L >= 0].tolist() == list(range(sum(h * w for h, w in sizes)))
 
 
-def test_image_tokens_after_those_of_all_images_are_text():
-    ids = np.array([5, *[IMAGE] * 4, 7, IMAGE, IMAGE])
-    found = place(ids, np.array([[1, 4, 4]]), IMAGE, MERGE)
-    assert found.features_L.tolist() == [-1, 0, 1, 2, 3, -1, -1, -1]
-    assert found.positions_3L[:, -3:].tolist() == [[3, 4, 5]] * 3
-
-
 def test_too_few_image_tokens_are_an_error():
     with pytest.raises(ValueError, match="1 x 2 x 2 merged patches needs 4 consecutive image tokens"):
         place(np.array([5, IMAGE, IMAGE, IMAGE, 7]), np.array([[1, 4, 4]]), IMAGE, MERGE)
@@ -107,15 +97,6 @@ def test_the_patches_of_another_image_processor_are_rejected():
     ids = data["input_ids"].masked_fill(data["input_ids"] == END, IMAGE)
     with pytest.raises(DataError, match="'p0': images of 4 merged patches are followed by another image token"):
         scored(tiny_image_engine(), data.with_tokens(input_ids=ids))
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("shared", ["auto", "off"])
-def test_packed_log_probs_equal_those_of_each_sequence_alone(family, shared):
-    engine, data = tiny_image_engine(family, shared_prompts=shared), image_sample(SIZES, RESPONSES)
-    with torch.no_grad():
-        wanted = alone(tiny_image_model(family, attention="eager"), data)
-    torch.testing.assert_close(scored(engine, data), wanted, **EXACT)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -162,22 +143,6 @@ def test_a_prompt_with_too_few_image_tokens_is_rejected():
     cut = prompts.with_data({"prompt_ids": text}, lengths=Lengths.of([[len(text)]]))
     with pytest.raises(DataError, match="'p0': the prompt has 0 image tokens, but its images have 4 merged patches"):
         tiny_image_engine().generate(cut, GenerationConfig(max_new_tokens=2), seed=0)
-
-
-def test_a_background_sampler_recomputes_the_cache_of_prompts_with_images():
-    engine, prompts = tiny_image_engine(), image_prompts(SIZES)
-    config = GenerationConfig(n=2, max_new_tokens=40, temperature=1.0)
-    sampler = StreamingEngine("actor", engine)
-    try:
-        with ThreadPoolExecutor(1) as pool:
-            pending = pool.submit(sampler.generate, prompts, config, seed=0)
-            sampler.sleep()
-            sampler.wake()
-            out = pending.result()
-    finally:
-        sampler.close()
-    wanted = tiny_image_engine().generate(prompts, config, seed=0)
-    assert out["input_ids"].tolist() == wanted["input_ids"].tolist()
 
 
 def test_a_model_of_another_family_rejects_images():

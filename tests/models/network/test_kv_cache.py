@@ -6,7 +6,7 @@ import torch
 from realign.functional.packed import cu_seqlens_of
 from realign.models.network.attention import PackedContext
 from realign.models.network.kernels import AttentionArgs
-from realign.models.network.kv_cache import DecodeContext, KVCache, PrefillContext, bytes_per_slot
+from realign.models.network.kv_cache import DecodeContext, KVCache, PrefillContext
 
 MODULE = torch.nn.Identity()
 PROMPTS = (5, 1, 40)
@@ -71,11 +71,6 @@ def test_move_copies_rows_and_fill_serves_a_whole_group():
     cache.move(torch.tensor([4]), torch.tensor([0]), 3)
     assert torch.equal(keys[0, :, :3], kv[3][0][:, :3])
     assert not keys[0, :, 3:].any()
-
-
-def test_bytes_per_slot():
-    kv = {0: (torch.zeros(2, 1, 8), torch.zeros(2, 1, 4)), 1: (torch.zeros(1, 1, 8), torch.zeros(1, 1, 8))}
-    assert bytes_per_slot(kv, 100) == 4 * 100 * (2 * 8 + 2 * 4 + 8 + 8)
 
 
 def test_a_model_that_ignores_the_context_is_refused():

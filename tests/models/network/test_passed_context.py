@@ -6,9 +6,8 @@ import torch
 from realign.api import MicroBatchSpec
 from realign.engines import OptimizerSpec
 from realign.engines.training.transformers_engine import TransformersEngine
-from realign.models.network.passed_context import pass_context_on
 from tests.families import family_model
-from tests.tiny import random_sample, tiny_model, tiny_tokenizer
+from tests.tiny import random_sample, tiny_tokenizer
 
 DATA = random_sample(((9, 4, 6), (12,), (3, 5)))
 
@@ -31,13 +30,3 @@ def test_the_gradient_of_packed_sequences_is_the_sum_of_those_alone(family):
     parts = [gradient(engine, DATA.take_sequences([s]), MicroBatchSpec()) for s in range(DATA.n_sequences)]
     for name, x in found.items():
         torch.testing.assert_close(x, sum(part[name] for part in parts), atol=2e-4, rtol=1e-3)
-
-
-def test_hooks_are_added_once_and_only_to_these_families():
-    model = family_model("stablelm")
-    for _ in range(2):
-        pass_context_on(model)
-    assert [len(layer._forward_pre_hooks) for layer in model.model.layers] == [1] * len(model.model.layers)
-    plain = tiny_model("qwen3")
-    pass_context_on(plain)
-    assert not any(part._forward_pre_hooks for part in plain.modules())

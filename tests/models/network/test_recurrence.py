@@ -51,19 +51,6 @@ def random_prompts(*lengths):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_packed_log_probs_equal_those_of_each_sequence_alone_with_shared_prompts(family):
-    engine, data = engine_of(family), grouped(5)
-    assert engine.network.abilities.unpacked is None
-    assert engine.network.passes(data, MicroBatchSpec()).saved
-    model = alone(family)
-    with torch.no_grad():
-        want = torch.cat([own_logprobs(model, ids) for ids in data.sequences()])
-    torch.testing.assert_close(scored(engine, data), want, atol=1e-5, rtol=1e-5)
-    cut = scored(engine, data, max_tokens_per_microbatch=16)
-    torch.testing.assert_close(cut, want, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_gradients_equal_those_of_each_sequence_alone(family, checkpointing):
     data, model = grouped(5), alone(family)

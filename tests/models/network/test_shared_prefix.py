@@ -14,15 +14,12 @@ from realign.engines import OptimizerSpec, SharedModel, TransformersModel
 from realign.errors import ConfigError
 from realign.models import Causal, Lora, TopLayers, ValueHead
 from realign.models.network.abilities import can_share
-from realign.models.network.attention import PackedContext
 from realign.models.network.kernels import Backend
 from realign.models.network.passes import (
-    MIN_SAVED,
     Layout,
     Passes,
     SharedPrompts,
     common_prefixes,
-    worthwhile,
 )
 from tests import flash_stand_in
 from tests.flash_stand_in import install_flash, pretend_cuda
@@ -76,13 +73,6 @@ def test_common_prefixes(groups):
         columns = list(zip(*group, strict=False))
         same = [len(set(column)) == 1 for column in columns]
         assert n == (0 if len(group) < 2 else same.index(False) if False in same else len(same))
-
-
-def test_prompts_are_shared_where_it_saves_enough():
-    lengths = Lengths.of([[20, 20], [20, 20], [20] * 5, [7], []])
-    at_least = int(MIN_SAVED * 40)
-    prefix_P = np.array([at_least, at_least - 1, 3, 0, 0])
-    assert worthwhile(prefix_P, lengths).tolist() == [at_least, 0, 3, 0, 0]
 
 
 @pytest.mark.parametrize(("limit", "saved"), [(None, 18), (25, 18), (24, 12), (20, 12), (14, 6), (12, 0)])
@@ -166,13 +156,6 @@ def test_hidden_states_logits_and_checkpointing(family, checkpointing):
     torch.testing.assert_close(*hidden, atol=1e-5, rtol=1e-5)
     with engines[0]._training(), engines[1]._training():
         both(lambda out: out.logits, data, *engines)
-
-
-@pytest.mark.parametrize("head", ["score", "value"])
-@pytest.mark.parametrize("family", ["qwen2", "gpt2"])
-def test_scalar_heads(family, head):
-    read = {"score": lambda out: out.scores(), "value": lambda out: out.values()}[head]
-    both(read, sample(), *pair(family, optimizer=STEP, model={"head": head}))
 
 
 def load(folder, how, **fields):
@@ -276,16 +259,6 @@ def test_prompts_are_shared_through_a_kernel_of_an_accelerator(monkeypatch, name
     assert stats["loss"] == pytest.approx(want["loss"], rel=2e-2)
     assert stats["grad_norm"] == pytest.approx(want["grad_norm"], rel=5e-2)
     torch.testing.assert_close(weights, want_weights, atol=5e-3, rtol=0)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_accelerator_shares_prompts_if_its_kernel_can(monkeypatch, caplog, dtype):
-    network = tiny_engine("llama", dtype=dtype).network
-    autocast = network.autocast if dtype == torch.bfloat16 else None
-    assert can_share("actor", network.module, Backend.auto, autocast)
-    monkeypatch.setattr(PackedContext, "_after", property(lambda self: [-1] * len(self._lengths)))
-    assert not can_share("actor", network.module, Backend.auto, autocast)
-    assert "models.actor: prompts are not shared. model family 'llama' cannot share prompts: hidden st" in caplog.text
 
 
 def test_a_kernel_that_aligns_queries_with_the_first_keys_shares_nothing(monkeypatch, caplog):

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM
 
 from realign.api import GenerationConfig, MicroBatchSpec, SequenceSample
 from realign.config.construct import build
 from realign.engines import OptimizerSpec, TransformersModel
 from realign.errors import ConfigError
-from realign.models import All, Causal, Lora, Score, TopLayers, Trained, ValueHead
+from realign.models import All, Causal, Lora, TopLayers, Trained, ValueHead
 from tests.encoder_decoders import save_pair
 from tests.tiny import random_sample, save_tiny
 
@@ -155,22 +155,6 @@ def test_adapters_alone_are_a_folder_of_peft(tmp_path):
     torch.testing.assert_close(plain_logprobs(adapted.eval(), data), logprobs(engine, data), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_adapters_of_a_reward_model_are_saved_alone_with_its_head(tmp_path, family):
-    folder = save_tiny(tmp_path / "m", family, head="score")
-    engine, data = load(folder, Lora(rank=4, merge_on_save=False), head=Score()), random_sample(((9,), (4,)))
-    engine.train_batch(data, ONE, lambda out, mb: (out.scores().square().sum(), {}), lambda d: torch.tensor(1.0))
-    engine.save(tmp_path / "out")
-    base = AutoModelForSequenceClassification.from_pretrained(folder)
-    start = base.score.weight.detach().clone()
-    adapted = PeftModel.from_pretrained(base, tmp_path / "out").eval()
-    assert not torch.equal(engine.head.weight_1H, start)
-    scores = engine.forward(data, ONE, lambda out, mb: mb.with_sequences(scores=out.scores()))["scores"]
-    base.config.pad_token_id = 0
-    found = torch.cat([adapted(input_ids=ids[None]).logits[0].detach() for ids in data.sequences()])
-    torch.testing.assert_close(found, scores, atol=1e-5, rtol=1e-5)
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_model_with_adapters_answers(tmp_path, dtype):
     engine = load(save_tiny(tmp_path / "m"), head=Causal(ValueHead(1)), dtype=dtype, gradient_checkpointing=True)
@@ -192,17 +176,6 @@ def test_a_model_with_adapters_continues_exactly(tmp_path):
     second.load_state_dict(first.state_dict())
     train(second, data, 1)
     assert torch.equal(logprobs(second, data), logprobs(whole, data))
-
-
-@pytest.mark.parametrize("model_dropout", [0.0, 0.5])
-def test_dropout_of_adapters_is_applied_in_training_only(tmp_path, model_dropout):
-    folder, data = save_tiny(tmp_path / "m"), random_sample(LENGTHS)
-    plain, dropping = load(folder), load(folder, Lora(rank=4, dropout=0.5), dropout=model_dropout)
-    assert torch.equal(logprobs(plain, data), logprobs(dropping, data))
-    for engine in (plain, dropping):
-        train(engine, data, 3)
-    assert not torch.equal(logprobs(plain, data), logprobs(dropping, data))
-    assert torch.equal(logprobs(dropping, data), logprobs(dropping, data))
 
 
 def test_bad_adapters_are_refused(tmp_path, monkeypatch):

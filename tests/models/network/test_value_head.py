@@ -87,22 +87,6 @@ def test_values_packed_equal_values_alone_and_an_independent_branch(tmp_path, fa
     assert packed["values"].abs().max() > 1e-2
 
 
-def test_a_new_value_head_says_zero_and_leaves_the_policy_alone(tmp_path):
-    folder = save_tiny(tmp_path / "m", "llama")
-    plain = TransformersModel(str(folder)).load("actor", seed=0).engine
-    data = random_sample(LENGTHS)
-    want = plain.forward(data, ONE, lambda out, mb: mb.with_tokens(logprobs=out.logprobs()))["logprobs"]
-    for head in (ValueHead(), ValueHead(layers=2, hidden="mlp")):
-        found = load(folder, head=head).forward(data, ONE, keep)
-        assert torch.equal(found["logprobs"], want)
-        assert not found["values"].any()
-    drawn = [load(folder).value_head.head[0].weight for _ in range(2)]
-    assert torch.equal(*drawn)
-    assert drawn[0].std().item() == pytest.approx(65**-0.5, rel=0.3)
-    with pytest.raises(ValueError, match=r"values requires a scalar head \(head=score, head=value or a v"):
-        plain.forward(data, ONE, keep)
-
-
 @pytest.mark.parametrize("layers", [0, 2])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_the_gradient_of_values_reaches_head_branch_and_trunk(tmp_path, layers, checkpointing):

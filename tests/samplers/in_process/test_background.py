@@ -91,52 +91,6 @@ def test_weights_change_between_two_steps_of_running_calls(open_engine):
     same(later, tiny_engine(model={"seed": 7}).generate(numbered_prompts(range(5)), CONFIG, seed=2), exact=True)
 
 
-def test_texts_are_read_again_in_the_dtype_of_the_first_time(monkeypatch):
-    reads, began, go_on = [], threading.Event(), threading.Event()
-    read, advance = PackedDecoder.prefill, Stream.advance
-
-    def noting(self, texts):
-        hidden, states = read(self, texts)
-        reads.append((hidden.dtype, torch.is_autocast_enabled("cpu")))
-        return hidden, states
-
-    def waiting(self):
-        advance(self)
-        began.set()
-        go_on.wait(0.5)
-
-    monkeypatch.setattr(PackedDecoder, "prefill", noting)
-    monkeypatch.setattr(Stream, "advance", waiting)
-    engine = StreamingEngine("actor", tiny_engine(dtype=torch.bfloat16, fused_rollout=False))
-    reads.clear()  # those of the load probe
-    with ThreadPoolExecutor(1) as pool:
-        call = pool.submit(
-            engine.generate, numbered_prompts([0]), GenerationConfig(max_new_tokens=40, fixed_length=True), seed=1
-        )
-        assert began.wait(60)
-        engine.update(engine.engine, 1)
-        go_on.set()
-        assert set(call.result()["versions"].tolist()) == {-1, 0, 1}
-    engine.close()
-    assert len(reads) == 2
-    assert len(set(reads)) == 1
-    assert reads[0][1]
-
-
-def test_scoring_waits_for_its_turn_between_two_steps(open_engine):
-    engine = open_engine()
-    data = SequenceSample.from_sequences([0, 1], {"input_ids": [[[2, 3, 4]], [[5, 6]]]})
-
-    def score(output, part):
-        return part.with_tokens(logprobs=output.logprobs())
-
-    with ThreadPoolExecutor(1) as pool:
-        call = pool.submit(engine.generate, numbered_prompts(range(6)), CONFIG, seed=1)
-        out = engine.forward(data, MicroBatchSpec(), score)
-        same(call.result(), tiny_engine().generate(numbered_prompts(range(6)), CONFIG, seed=1), exact=True)
-    assert torch.equal(out["logprobs"], tiny_engine().forward(data, MicroBatchSpec(), score)["logprobs"])
-
-
 @pytest.mark.parametrize(("where", "name"), [(Rollout, "_step"), (Stream, "take")])
 def test_an_error_in_the_loop_reaches_every_caller(open_engine, monkeypatch, where, name):
     def broken(*arguments, **settings):
@@ -152,20 +106,6 @@ def test_an_error_in_the_loop_reaches_every_caller(open_engine, monkeypatch, whe
             assert isinstance(caught.value.__cause__, FloatingPointError)
     with pytest.raises(RuntimeError, match="the sky fell"):
         engine.update(other_engine(), 1)
-
-
-def test_closing_wakes_who_waits(open_engine):
-    engine = open_engine()
-    config = GenerationConfig(n=8, max_new_tokens=100, fixed_length=True)
-    with ThreadPoolExecutor(1) as pool:
-        call = pool.submit(engine.generate, numbered_prompts(range(64)), config, seed=1)
-        while not engine.loop.streams:
-            threading.Event().wait(0.001)
-        engine.close()
-        with pytest.raises(RuntimeError, match="sampling stopped: the sampler was closed"):
-            call.result()
-    with pytest.raises(RuntimeError, match="the sampler was closed"):
-        engine.generate(numbered_prompts([0]), CONFIG, seed=0)
 
 
 def test_a_model_that_cannot_generate_is_refused():
@@ -211,18 +151,6 @@ def at_step(monkeypatch):
     return do
 
 
-def test_a_submitted_response_that_is_alone_is_that_of_generate_bit_by_bit(open_engine):
-    data = numbered_prompts([5])
-    want = tiny_engine().generate(data, GenerationConfig(n=1, max_new_tokens=24), seed=3)
-    handle = open_engine(version=2).submit(requests_of(data, CONFIG, 3)[0])
-    found = handle.result(60)
-    given = want["prompt_mask"]
-    assert torch.equal(found.ids, want["input_ids"][~given])
-    assert torch.equal(found.logprobs, want["logprobs"][~given])
-    assert found.versions.tolist() == [2] * len(found.ids)
-    assert found.truncated == bool(want["truncated"])
-
-
 def test_tokens_so_far_grow_and_keep_their_versions(open_engine, at_step):
     engine = open_engine()
     handle, other = (engine.submit(r) for r in requests_of(numbered_prompts([0]), LONG, 1))
@@ -238,15 +166,6 @@ def test_tokens_so_far_grow_and_keep_their_versions(open_engine, at_step):
     assert done.ids[: len(before.ids)].tolist() == before.ids.tolist()
     assert before.ids[: len(early.ids)].tolist() == early.ids.tolist()
     assert set(other.result().versions.tolist()) == {0, 1}
-
-
-def sampled(completions, config):
-    """Return tokens and log-probs of two prompts, from the engine or from completions of submitted requests."""
-    if completions is None:
-        return tiny_engine().generate(numbered_prompts(range(2)), config, seed=1)
-    from realign.api.sampler import sample_of
-
-    return sample_of(numbered_prompts(range(2)), completions, config.n)
 
 
 def test_a_cancelled_response_frees_its_slot_and_leaves_the_others_as_they_are(open_engine, at_step):
@@ -370,33 +289,6 @@ def test_prompts_may_join_at_any_time_and_change_nothing_for_the_others(models):
 
 
 @torch.no_grad()
-def test_longer_prompts_leave_fewer_slots_within_the_limit_and_change_no_token(models, monkeypatch):
-    def bytes_of(cache):
-        return sum(x.nbytes for kv in cache.kv._layers.values() for x in kv)
-
-    def sampled():
-        stream = stream_of(models[0])
-        calls = [added(stream, range(3))]
-        for _ in range(3):
-            stream.advance()
-        short = bytes_of(stream.cache)
-        calls.append(added(stream, range(3, 6), 40))
-        stream.run()
-        return short, stream.cache, [part for sequences_S in calls for part in responses_of(stream, sequences_S)]
-
-    limit, unlimited, want = sampled()
-    assert len({len(tokens) for tokens, _, _ in want[:6]}) > 2  # so that long prompts start beside others
-    monkeypatch.setattr("realign.samplers.in_process.decode.CACHE_BYTES", limit)
-    short, cache, got = sampled()
-    assert short == limit < bytes_of(unlimited)
-    assert bytes_of(cache) <= limit
-    assert cache.slots < 6
-    for (tokens, logprobs, versions), (want_tokens, want_logprobs, want_versions) in zip(got, want, strict=True):
-        assert (tokens, versions) == (want_tokens, want_versions)
-        assert torch.allclose(logprobs, want_logprobs, atol=1e-5)
-
-
-@torch.no_grad()
 @pytest.mark.parametrize("slots", [None, 5])
 def test_new_weights_take_effect_at_the_next_token(models, slots):
     config = GenerationConfig(
@@ -419,22 +311,3 @@ def test_new_weights_take_effect_at_the_next_token(models, slots):
         assert torch.allclose(logprobs[:cut], fresh_logprobs(models[0], ids, tokens)[:cut], atol=1e-5)
         assert torch.allclose(logprobs[cut:], fresh_logprobs(models[1], ids, tokens)[cut:], atol=1e-5)
     assert begun == (12 if slots is None else 5)
-
-
-@torch.no_grad()
-def test_kept_keys_and_values_are_those_of_the_old_weights(models):
-    config = GenerationConfig(n=2, max_new_tokens=24, fixed_length=True)
-    found = {}
-    for recompute in (True, False):
-        stream = stream_of(models[0], config)
-        sequences_S = added(stream, range(3))
-        for _ in range(8):
-            stream.advance()
-        stream.update(PackedDecoder(ModuleTrunk(models[1])), read_head(models[1]), 1, recompute=recompute)
-        stream.run()
-        found[recompute] = responses_of(stream, sequences_S)
-    again, kept = found[True][0], found[False][0]
-    assert again[2] == kept[2]
-    assert again[0][:8] == kept[0][:8]
-    assert not torch.allclose(again[1][8:], kept[1][8:], atol=1e-3)
-    assert not torch.allclose(kept[1][8:], fresh_logprobs(models[1], prompt(0), kept[0])[8:], atol=1e-3)

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from realign.api import GenerationConfig
@@ -15,7 +14,7 @@ from realign.models.network.heads import read_head
 from realign.samplers.in_process.background import StreamingEngine
 from realign.samplers.in_process.compiled.fusion import Fusion
 from realign.samplers.in_process.compiled.library import CompiledDecode
-from realign.samplers.in_process.decode import Rollout, Stopping, WaitingQueue
+from realign.samplers.in_process.decode import Rollout, Stopping
 from realign.samplers.in_process.generate import generate
 from realign.samplers.in_process.rollout_model import RolloutModel
 from realign.samplers.in_process.settings import InProcessSampling
@@ -144,45 +143,3 @@ def test_decode_steps_do_not_wait_for_the_device_and_the_end_of_a_block_does(set
     with Synchronizations() as end:
         run._retire_ended(0)
     assert end.found
-
-
-class CountingDecoder:
-    """The state of a text is its first token; records the texts of each prefill."""
-
-    reads_rows = False
-    record_width = 0
-    chosen_NW = torch.empty(0, 0)
-
-    def __init__(self) -> None:
-        self.passes: list[list[int]] = []
-
-    def prefill(self, texts: Any) -> tuple[Tensor, list[Any]]:
-        self.passes.append([int(text[0]) for text in texts])
-        return torch.zeros(len(texts), 2), self.passes[-1]
-
-
-def queue_of(*lengths: int, n: int = 2) -> WaitingQueue:
-    queue = WaitingQueue()
-    for i, length in enumerate(lengths):
-        rows = torch.arange(i * n, (i + 1) * n)
-        queue.add(torch.full((length,), i), rows, rows + 100)
-    return queue
-
-
-def begun(queue: WaitingQueue, most: int) -> tuple[Any, int, list[int], list[int]]:
-    found = queue.begin(most)
-    assert found is not None
-    return found.read.state, found.length, found.sequences.tolist(), found.keys.tolist()
-
-
-def test_responses_begin_in_order_and_a_group_can_begin_in_parts() -> None:
-    queue, decoder = queue_of(3, 4, n=3), CountingDecoder()
-    assert queue.begin(4) is None
-    queue.prefill(decoder, 6)  # type: ignore[arg-type]
-    assert queue.prefilled_state() == 0
-    assert begun(queue, 2) == (0, 3, [0, 1], [100, 101])
-    assert begun(queue, 2) == (0, 3, [2], [102])
-    assert len(queue) == 3
-    assert begun(queue, 9) == (1, 4, [3, 4, 5], [103, 104, 105])
-    assert queue.begin(1) is None
-    assert len(queue) == 0

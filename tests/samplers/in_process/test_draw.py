@@ -203,32 +203,6 @@ def test_blocked_tokens_are_never_drawn(config):
         assert torch.allclose(logprobs_N[::2], want[tokens_N[::2] - 1], atol=1e-6)
 
 
-def test_the_given_numbers_decide_whatever_stands_in_the_other_rows():
-    logits_NV, uniform_N = torch.randn(64, 50, generator=generator()), numbers(64)
-    tokens_N, _, _ = sample(logits_NV, GenerationConfig(), uniform_N)
-    order = torch.randperm(64, generator=generator())
-    shuffled_N, _, _ = sample(logits_NV[order], GenerationConfig(), uniform_N[order])
-    assert torch.equal(shuffled_N, tokens_N[order])
-    assert not torch.equal(sample(logits_NV, GenerationConfig(), numbers(64, seed=1))[0], tokens_N)
-
-
-@pytest.mark.parametrize("words", [40, 256, 1000, 1024])
-def test_a_running_sum_of_blocks_draws_what_a_running_sum_of_all_draws(words, monkeypatch):
-    monkeypatch.setattr(sampling, "BLOCK", 32)
-    logits_NV = torch.randn(3000, words, generator=generator()) * 3
-    logits_NV[:, ::3] = -torch.inf
-    logits_NV[:, -words // 4 :] = -torch.inf
-    logits_NV[0] = -torch.inf
-    logits_NV[0, words // 2] = 0
-    probs_NV = logits_NV.softmax(-1)
-    want_N = draw(probs_NV, numbers(len(probs_NV)))
-    monkeypatch.setattr(sampling, "FEW_WORDS", 0)
-    got_N = draw(probs_NV, numbers(len(probs_NV)))
-    assert torch.equal(got_N, want_N)
-    assert got_N[0] == words // 2
-    assert (probs_NV.gather(-1, got_N[:, None]) > 0).all()
-
-
 def test_the_ends_of_the_uniform_number_draw_tokens_that_can_be_drawn(monkeypatch):
     monkeypatch.setattr(sampling, "BLOCK", 4)
     monkeypatch.setattr(sampling, "FEW_WORDS", 0)

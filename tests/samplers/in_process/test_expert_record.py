@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from realign.api import GenerationConfig, MicroBatchSpec, SequenceSample
-from realign.api.router_experts import ROUTER_EXPERTS
 from realign.engines import OptimizerSpec
 from realign.models.network.decoder import ModuleTrunk, PackedDecoder
 from realign.models.network.heads import read_head
@@ -70,23 +69,6 @@ def choices(engine, text):
     decoder = decoder_of(engine)
     decoder.prefill([text])
     return decoder.chosen_NW
-
-
-def test_rows_of_released_responses_are_used_again():
-    """Two calls, so that the second reuses the rows of the first."""
-    engine = moe_engine()
-    sampler = StreamingEngine("actor", engine)
-    try:
-        for ids in (range(5), range(3, 6)):
-            found = sampler.generate(prompts(ids), CONFIG, seed=3)
-            want = moe_engine().generate(prompts(ids), CONFIG, seed=3)
-            assert torch.equal(found["input_ids"], want["input_ids"])
-            assert torch.equal(found[ROUTER_EXPERTS], want[ROUTER_EXPERTS])
-            assert set(found["versions"].tolist()) == {-1, 0}
-        assert ROUTER_EXPERTS not in sampler.generate(prompts([1]), GenerationConfig(max_new_tokens=2), seed=3)
-        assert len(sampler.generate(prompts([]), CONFIG, seed=3)) == 0
-    finally:
-        sampler.close()
 
 
 def test_a_rollout_over_a_weight_update_is_trained_with_its_choices():

@@ -14,7 +14,6 @@ from realign.models.network.decoder import ModuleTrunk, PackedDecoder
 from realign.models.network.heads import read_head
 from realign.models.network.kernels import AttentionArgs
 from realign.models.network.kv_cache import DecodeContext, KVCache, PagedDecodeContext, PagedKVCache
-from realign.samplers.in_process import decode
 from realign.samplers.in_process.background import Stream
 from realign.samplers.in_process.compiled.fused_layers import FusedTrunk
 from realign.samplers.in_process.compiled.library import CompiledDecode
@@ -111,24 +110,6 @@ def test_rollouts_in_pages_sample_the_same(family, max_slots, in_pages):
     assert not in_pages
     check_equal(engine_of(family, max_slots=max_slots).generate(sample_of(prompts()), CONFIG, seed=0), want)
     assert len(in_pages) == 1
-
-
-def test_rows_that_need_the_same_page_wait_and_sample_the_same(in_pages, monkeypatch):
-    want = engine_of().generate(sample_of(prompts()), CONFIG, seed=0)
-    engine = engine_of(sync_every=4)
-    interrupted = []
-    interrupt = decode.Rollout._interrupt
-
-    def counted(rollout: decode.Rollout) -> None:
-        interrupted.append(rollout.active)
-        interrupt(rollout)
-
-    monkeypatch.setattr(decode.Rollout, "_interrupt", counted)
-    page = 3 * 2 * (2 * 16) * PAGE * 4  # layers, keys and values, heads x size, tokens, bytes
-    monkeypatch.setattr(decode, "CACHE_BYTES", 16 * page)
-    check_equal(engine.generate(sample_of(prompts()), CONFIG, seed=0), want)
-    assert interrupted
-    assert len(in_pages[-1][0]) == 1 + 16
 
 
 @torch.no_grad()

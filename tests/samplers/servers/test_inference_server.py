@@ -1,6 +1,5 @@
 """Servers that the run starts: they end with it, however it ends, and are started again when they die."""
 
-import asyncio
 import os
 import re
 import signal
@@ -16,7 +15,6 @@ import torch
 
 from realign.api import GenerationConfig, Request
 from realign.errors import ConfigError, TransientError
-from realign.samplers.servers.inference_server import Server
 from realign.samplers.servers.sglang import Sglang
 from realign.samplers.servers.vllm import Vllm
 from tests.samplers.servers import fake_server
@@ -76,27 +74,6 @@ def test_a_server_that_was_killed_is_started_again_with_the_current_weights(tmp_
         assert started(log)[0] != server
     finally:
         sampler.close()
-
-
-def test_a_server_that_is_started_again_keeps_its_client(tmp_path):
-    spec = Vllm(launch="{python} -c 'raise SystemExit(3)'", restarts=1, weights_dir=str(tmp_path))
-
-    async def clients():
-        server, seen = Server(spec, 0, tmp_path / "log"), []
-        for _ in range(2):
-            server.start(tmp_path, None)
-            server.connect()
-            seen.append((server.http, str(server.http.base_url), server.url))
-            await asyncio.to_thread(until, lambda: server.ended)
-        with pytest.raises(TransientError, match="the server ended 2 times, the last time with exit code 3"):
-            server.start(tmp_path, None)
-        await server.close()
-        return seen
-
-    (first, *addresses), (second, *others) = asyncio.run(clients())
-    assert first is second
-    assert first.is_closed
-    assert addresses[0] == addresses[1] != others[0] == others[1]
 
 
 @pytest.mark.slow

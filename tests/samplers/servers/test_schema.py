@@ -65,14 +65,6 @@ def test_a_wrong_request_is_found(body, fault):
     assert schema.request_faults("vllm", "POST", "/v1/completions", {}, body) == [fault]
 
 
-def test_a_wrong_answer_is_found():
-    assert schema.answer_faults("vllm", "/weight_info", {"version": "a"}) == [
-        "/weight_info.weight_version: missing",
-        "/weight_info.version: unknown",
-    ]
-    assert schema.request_faults("vllm", "GET", "/pause", {}, {}) == ["GET /pause: unknown"]
-
-
 @pytest.mark.server
 @pytest.mark.slow
 @pytest.mark.parametrize(

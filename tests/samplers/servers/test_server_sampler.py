@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import threading
 import time
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
@@ -25,7 +23,6 @@ from realign.ranks import current
 from realign.runtime.models import open_sampler
 from realign.samplers.servers import pool
 from realign.samplers.servers.protocol import Ask, Unavailable, checked_part
-from realign.samplers.servers.server_sampler import ServerSampler
 from realign.samplers.servers.server_settings import Updates
 from realign.samplers.servers.vllm import Vllm
 from realign.samplers.servers.worker.realign_worker import WeightReceiver
@@ -126,20 +123,6 @@ def test_the_contract_of_samplers_holds(kind, opened, check):
     check_sampler(make, prompts(), CONFIG, NEW, only=check)
 
 
-def test_tokens_have_the_logprobs_of_the_weights_that_the_run_has_sent(servers, connect):
-    """Servers start with other weights than the run."""
-    (server,) = servers()
-    server.start_table = random_table(7)
-    server.restart()
-    sampler = connect([server])
-    found = sampler.generate(prompts(), GenerationConfig(n=2, max_new_tokens=9, temperature=0.7), seed=1)
-    for ids, mask, logprobs in zip(
-        found.sequences(), found.sequences("loss_mask"), found.sequences("logprobs"), strict=True
-    ):
-        tokens = ids[mask].tolist()
-        torch.testing.assert_close(logprobs[mask], expected_logprobs(START, tokens, int(ids[1]), 0.7))
-
-
 def test_an_update_midway_continues_responses_with_exact_versions(servers, connect):
     (server,) = servers(token_s=0.02)
     sampler = connect([server])
@@ -178,21 +161,6 @@ def test_every_response_has_its_own_seed(servers, connect):
     seeds = [seed for seed in sent if seed is not None]
     assert len(set(seeds)) == len(seeds) == 12
     assert all(0 <= seed < 2**63 for seed in seeds)
-
-
-def test_responses_to_a_prompt_share_a_server_and_prompts_are_spread(servers, connect, kind):
-    pair = servers(2, token_s=0.002)
-    sampler = connect(pair)
-    sampler.generate(prompts(8), CONFIG, seed=1)
-    asked = [
-        Counter(
-            tuple(body.get("prompt", body.get("input_ids"))) for path, body in server.requests if path == SAMPLE[kind]
-        )
-        for server in pair
-    ]
-    assert not set(asked[0]) & set(asked[1])
-    assert [set(counts.values()) for counts in asked] == [{3}, {3}]
-    assert [len(counts) for counts in asked] == [4, 4]
 
 
 def test_a_server_that_dies_costs_its_requests_only(servers, connect):
@@ -272,12 +240,6 @@ def test_sampling_masks_of_responses_that_an_update_interrupts_are_joined(server
             table = (START, NEW)[int(versions[t])]
             row_K = (table.logits_VV[int(ids[t - 1])] / 0.7)[kept[n].long()].log_softmax(-1)
             assert float(logprobs[t]) == pytest.approx(float(row_K[kept[n].tolist().index(int(ids[t]))]), abs=1e-5)
-
-
-@pytest.mark.parametrize("kind", ["sglang"])
-def test_servers_return_sampling_masks_only_with_top_k(servers, connect):
-    with pytest.raises(ConfigError, match=r"generation\.top_p=0\.9: .* Set generation\.top_k"):
-        connect(servers()).submit(request(top_p=0.9, sampling_replay=True))
 
 
 @pytest.mark.parametrize(
@@ -401,33 +363,12 @@ def test_weights_without_space_end_the_run_at_the_next_call_that_samples(servers
         sampler.submit(request())
 
 
-def test_a_server_that_comes_back_within_the_patience_continues_the_run(servers, connect, kind, opened):
-    (server,) = servers(token_s=0.005)
-    sampler = connect([server], patience_s=30)
-    handles = [sampler.submit(request(i)) for i in range(3)]
-    until(lambda: len(server.jobs) == 3)
-    server.close()
-    opened.append(FakeServer(kind, random_table(9), port=server.http.server_port))
-    for handle in handles:
-        done = handle.result(30)
-        torch.testing.assert_close(done.logprobs, expected_logprobs(START, done.ids.tolist(), 2))
-
-
 def test_two_runs_cannot_share_a_server(servers, connect):
     (server,) = servers()
     first = connect([server])
     connect([server])
     with pytest.raises(ConfigError, match=r"got weights from another run. Give each run its own servers"):
         first.submit(request()).result(30)
-
-
-def test_cancelled_requests_close_their_connection(servers, connect):
-    (server,) = servers(token_s=0.01)
-    sampler = connect([server], concurrency=1)
-    running, waiting = sampler.submit(request(max_new_tokens=2000)), sampler.submit(request(1))
-    until(lambda: server.jobs)
-    assert running.cancel()
-    assert len(waiting.result(10).ids) == 40
 
 
 BASE = random_table(20).logits_VV
@@ -687,15 +628,6 @@ def test_greedy_requests_with_a_temperature_are_rejected(servers, connect):
     (server,) = servers()
     with pytest.raises(ValueError, match=r"log-probs at temperature 1. Set temperature=1"):
         connect([server]).submit(request(greedy=True, temperature=0.5))
-
-
-def test_threads_end_when_a_sampler_is_closed(servers, connect):
-    (server,) = servers()
-    before = threading.active_count()
-    sampler = connect([server])
-    assert isinstance(sampler, ServerSampler)
-    sampler.close()
-    until(lambda: threading.active_count() <= before)
 
 
 WORDS = VOCAB

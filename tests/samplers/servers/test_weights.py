@@ -22,7 +22,6 @@ from realign.samplers.servers import weights
 from realign.samplers.servers.weights import WeightFolders, untie
 from realign.samplers.servers.worker.realign_worker import apply, bits, digest, mapped_folder
 from tests.engines.distributed.run_ranks import run_ranks
-from tests.samplers.servers.fake_server import Table, random_table
 from tests.tiny import random_sample, save_tiny
 
 
@@ -160,19 +159,6 @@ def test_only_the_first_weights_are_saved_by_an_engine_whose_shards_they_are(tmp
     assert stat.S_IMODE(folders.root.stat().st_mode) == 0o700
 
 
-def test_an_engine_that_saves_other_weights_than_its_shards_saves_each_update(tmp_path):
-    class Renamed(Table):
-        def shards(self):
-            return {"other": self.logits_VV}
-
-    folders = WeightFolders(str(tmp_path))
-    for number in range(2):
-        table = Renamed(random_table(number).logits_VV)
-        folders.dtype = torch.bfloat16
-        sent = mapped_folder(folders.write(table, number).folder)
-        assert torch.equal(sent["logits"], table.logits_VV.bfloat16())
-
-
 def test_large_models_are_written_in_several_files(tmp_path, monkeypatch):
     monkeypatch.setattr(weights, "BUCKET", 3000)
     engine = trained(tmp_path)
@@ -231,16 +217,6 @@ def test_a_delta_turns_the_previous_weights_into_the_current_ones(tmp_path):
         folders.keep_only(written.folder)
         assert {path.name for path in folders.root.iterdir()} == {f"update_{number}", f"update_{number}_delta"}
     folders.remove()
-
-
-def test_there_is_no_delta_if_it_is_larger_than_the_weights_or_the_dtype_changed(tmp_path):
-    engine = trained(tmp_path, lr=0.5)
-    folders = WeightFolders(str(tmp_path), deltas=True)
-    folders.write(engine, 0)
-    step(engine)
-    assert folders.write(engine, 1).base is None  # each value of 32 bits changed
-    folders.dtype = torch.bfloat16
-    assert folders.write(engine, 2).base is None
 
 
 def write_shards(folder, sharding, config):

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realign.api import GenerationConfig, MicroBatchSpec
+from realign.api import GenerationConfig
 from realign.engines import TransformersModel
 from realign.errors import ConfigError, SettingsError
 from realign.models import Lora
@@ -17,11 +17,11 @@ from realign.models.network.kv_cache import DecodeContext, KVCache
 from realign.samplers.in_process.compiled import fusion as fusion_module
 from realign.samplers.in_process.compiled.fusion import DecodePath, Fusion
 from realign.samplers.in_process.compiled.library import CompiledDecode, LibraryError, load_library
-from realign.samplers.in_process.compiled.trunk import LARGE_PRODUCT, ROWS_PER_THREAD, CompiledTrunk
+from realign.samplers.in_process.compiled.trunk import CompiledTrunk
 from realign.samplers.in_process.settings import InProcessSampling
 from tests.samplers.in_process.compiled.native import KNOWN, requires_compiler, rollout
 from tests.samplers.in_process.rollouts import prompts, responses, same, sample_of
-from tests.tiny import VOCAB, save_tiny, tiny_engine, tiny_model
+from tests.tiny import VOCAB, tiny_engine, tiny_model
 
 LENGTH = 48
 
@@ -109,30 +109,6 @@ def test_a_rows_result_depends_neither_on_other_rows_nor_on_threads():
         assert torch.equal(trunk.decode(ids[:rows], positions[:rows], cache), together[:rows])
 
 
-@requires_compiler
-def test_log_probs_of_a_rollout_equal_those_of_a_scoring_pass():
-    engine = tiny_engine("qwen3", sampling=InProcessSampling(compiled_decode=CompiledDecode.on))
-    out = engine.generate(sample_of(prompts()), GenerationConfig(max_new_tokens=20, n=3, temperature=0.7), seed=0)
-    spec = MicroBatchSpec(max_tokens_per_microbatch=512)
-    scored = engine.forward(
-        out, spec, lambda o, d: d.with_data({"again": o.logprobs(temperature=0.7)}, lengths=d.lengths["input_ids"])
-    )
-    mask = out["loss_mask"]
-    assert engine.fusion.path.now is DecodePath.compiled
-    torch.testing.assert_close(out["logprobs"][mask], scored["again"][mask], atol=1e-5, rtol=1e-5)
-
-
-@requires_compiler
-def test_torch_computes_steps_for_which_it_is_faster():
-    trunk = compiled(tiny_model("qwen2"))
-    assert trunk.computes(1, threads=1)
-    assert not trunk.computes(2 * ROWS_PER_THREAD - 1, threads=2)
-    assert trunk.computes(2 * ROWS_PER_THREAD, threads=2)
-    trunk._mean_weights = LARGE_PRODUCT / 10
-    assert trunk.computes(10, threads=1)
-    assert not trunk.computes(11, threads=1)
-
-
 def test_without_a_library_torch_decodes_and_the_log_says_why_once(monkeypatch, caplog):
     monkeypatch.setattr(fusion_module, "load_library", lambda: LibraryError("no C++ compiler is installed"))
     model = tiny_model("qwen2")
@@ -142,14 +118,6 @@ def test_without_a_library_torch_decodes_and_the_log_says_why_once(monkeypatch, 
     assert fusion.path.now is DecodePath.fused
     lines = [r.getMessage() for r in caplog.records]
     assert lines == ["Decode steps of Qwen2ForCausalLM run in torch, since no C++ compiler is installed"]
-
-
-def test_on_raises_an_error_without_a_library(monkeypatch, tmp_path):
-    monkeypatch.setattr(fusion_module, "load_library", lambda: LibraryError("no C++ compiler is installed"))
-    with pytest.raises(ConfigError, match=r"compiled_decode=on: .*, since no C\+\+ compiler is installed"):
-        Fusion(tiny_model("qwen2"), CompiledDecode.on).trunk(8, torch.float32)
-    with pytest.raises(ConfigError, match="model family 'gpt2' is not supported"):
-        Fusion(tiny_model("gpt2"), CompiledDecode.on).trunk(8, torch.float32)
 
 
 def test_other_precisions_activations_and_adapters_run_in_torch():
@@ -198,14 +166,6 @@ def test_a_resumed_run_warns_if_decode_steps_run_elsewhere():
         resumed(CompiledDecode.on).generate(data, config, seed=0)
     with pytest.warns(UserWarning, match="checkpoint ran in 'compiled', and those of this run in 'fused'"):
         resumed(CompiledDecode.off).generate(data, config, seed=0)
-
-
-@requires_compiler
-def test_the_setting_reaches_the_engine(tmp_path):
-    folder = str(save_tiny(tmp_path / "model"))
-    for setting in CompiledDecode:
-        spec = TransformersModel(folder, device="cpu", sampler=InProcessSampling(compiled_decode=setting))
-        assert spec.load("actor", seed=0).engine.fusion.path.compiled is setting
 
 
 def test_on_requires_fused_rollouts_and_a_library(monkeypatch):
