@@ -91,6 +91,36 @@ def test_weights_change_between_two_steps_of_running_calls(open_engine):
     same(later, tiny_engine(model={"seed": 7}).generate(numbered_prompts(range(5)), CONFIG, seed=2), exact=True)
 
 
+def test_scoring_waits_for_its_turn_between_two_steps(open_engine):
+    engine = open_engine()
+    data = SequenceSample.from_sequences([0, 1], {"input_ids": [[[2, 3, 4]], [[5, 6]]]})
+
+    def score(output, part):
+        return part.with_tokens(logprobs=output.logprobs())
+
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(engine.generate, numbered_prompts(range(6)), CONFIG, seed=1)
+        out = engine.forward(data, MicroBatchSpec(), score)
+        same(call.result(), tiny_engine().generate(numbered_prompts(range(6)), CONFIG, seed=1), exact=True)
+    assert torch.equal(out["logprobs"], tiny_engine().forward(data, MicroBatchSpec(), score)["logprobs"])
+
+
+def test_a_bad_call_fails_alone(open_engine):
+    engine = open_engine()
+    with pytest.raises(ConfigError, match="stop token 9999 is not in the vocabulary"):
+        engine.generate(numbered_prompts([0]), GenerationConfig(max_new_tokens=5, stop_token_ids=[9999]), seed=0)
+    with pytest.raises(DataError, match="the prompt is empty"):
+        engine.generate(SequenceSample.from_sequences([0], {"prompt_ids": [[[]]]}), CONFIG, seed=0)
+    with pytest.raises(ValueError, match="weights"):
+        engine.update(tiny_engine(model={"num_hidden_layers": 2}), 1)
+    assert engine.version == 0
+    same(
+        engine.generate(numbered_prompts([0]), CONFIG, seed=1),
+        tiny_engine().generate(numbered_prompts([0]), CONFIG, seed=1),
+        exact=True,
+    )
+
+
 @pytest.mark.parametrize(("where", "name"), [(Rollout, "_step"), (Stream, "take")])
 def test_an_error_in_the_loop_reaches_every_caller(open_engine, monkeypatch, where, name):
     def broken(*arguments, **settings):

@@ -140,6 +140,20 @@ def test_an_update_midway_continues_responses_with_exact_versions(servers, conne
         torch.testing.assert_close(done.logprobs, expected)
 
 
+def test_an_update_does_not_wait_for_requests_that_reach_a_stopped_server(servers, connect, kind):
+    """A server answers them only when it continues, and it continues only when the update has ended."""
+    (server,) = servers()
+    sampler = connect([server])
+    server.faults[SAMPLE[kind]] = [fake_server.late] * 4
+    handles = [sampler.submit(request(i)) for i in range(4)]
+    until(lambda: not server.faults[SAMPLE[kind]])
+    sampler.update(NEW, 1)
+    for handle in handles:
+        done = handle.result(30)
+        assert set(done.versions.tolist()) == {1}
+        torch.testing.assert_close(done.logprobs, expected_logprobs(NEW, done.ids.tolist(), 2))
+
+
 def test_responses_with_stop_strings_start_again_after_an_update(servers, connect):
     """A stop string that begins before an update could not be found after it."""
     (server,) = servers(token_s=0.02)
@@ -240,6 +254,12 @@ def test_sampling_masks_of_responses_that_an_update_interrupts_are_joined(server
             table = (START, NEW)[int(versions[t])]
             row_K = (table.logits_VV[int(ids[t - 1])] / 0.7)[kept[n].long()].log_softmax(-1)
             assert float(logprobs[t]) == pytest.approx(float(row_K[kept[n].tolist().index(int(ids[t]))]), abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["sglang"])
+def test_servers_return_sampling_masks_only_with_top_k(servers, connect):
+    with pytest.raises(ConfigError, match=r"generation\.top_p=0\.9: .* Set generation\.top_k"):
+        connect(servers()).submit(request(top_p=0.9, sampling_replay=True))
 
 
 @pytest.mark.parametrize(
@@ -480,6 +500,17 @@ def test_a_server_allocates_its_cache_after_it_has_loaded_the_weights(servers, k
     assert not server.asleep
 
 
+def test_a_server_that_restarts_while_it_sleeps_is_given_the_weights(servers, kind, opened):
+    (server,) = servers()
+    sampler = KINDS[kind](urls=[server.url], sleep_level=2).open("actor", START, None)
+    opened.append(sampler)
+    sampler.sleep()
+    server.restart()
+    sampler.wake()
+    done = sampler.submit(request()).result(30)
+    torch.testing.assert_close(done.logprobs, expected_logprobs(START, done.ids.tolist(), 2))
+
+
 @pytest.fixture
 def connect_deltas(opened):
     """Connect a server of vLLM that takes deltas, and return it and the sampler."""
@@ -585,6 +616,14 @@ def test_a_folder_of_another_machine_gets_deltas_and_all_weights_only_for_a_serv
     assert torch.equal(server.logits_VV, few_changes(4).logits_VV.bfloat16().float())
     sampler.close()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_server_without_the_receiver_gets_all_weights(connect_deltas):
+    server, sampler = connect_deltas(receives=False)
+    for number in (1, 2):
+        sampler.update(few_changes(number), number)
+    assert loads(server) == ["reload_weights"] * 3
+    assert torch.equal(server.logits_VV, few_changes(2).logits_VV.bfloat16())
 
 
 @pytest.mark.parametrize("settings", [{"kind": "sglang"}, {"lora": "adapter"}])

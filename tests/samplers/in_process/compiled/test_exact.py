@@ -85,6 +85,20 @@ def test_the_gradient_is_that_of_torch(settings):
         torch.testing.assert_close(exact[name], plain[name], atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        replace(CONFIG, top_p=0.8, sampling_replay=True),
+        replace(CONFIG, min_p=0.05, temperature=1.0, sampling_replay=True),
+        replace(CONFIG, greedy=True),
+    ],
+)
+def test_other_settings_of_sampling_keep_the_bits(config):
+    policy = engine()
+    out = policy.generate(prompts(), config, seed=0)
+    assert torch.equal(scored(policy, out, MicroBatchSpec(60), config.temperature), out["logprobs"])
+
+
 def test_the_first_ratio_of_a_run_is_exactly_1(tmp_path):
     save_tiny(tmp_path / "policy")
     actor = GRPOActorInterface(generation=GenerationConfig(n=4, max_new_tokens=6, top_p=0.9))

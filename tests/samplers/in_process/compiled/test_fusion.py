@@ -7,6 +7,7 @@ import torch
 
 from realign.api import GenerationConfig, MicroBatchSpec
 from realign.engines.training.optimizer import OptimizerSpec
+from realign.models import Lora
 from realign.models.network.decoder import ModuleTrunk
 from realign.samplers.in_process.compiled import fusion
 from realign.samplers.in_process.compiled.fusion import Fusion
@@ -42,6 +43,35 @@ def test_a_model_that_computes_something_else_runs_its_modules_and_the_log_says_
             with torch.no_grad():  # training changes the digits of the difference
                 model.model.layers[0].mlp.down_proj.weight.mul_(1.5)
     assert len(caplog.records) == 1
+
+
+def test_unknown_parts_run_the_modules():
+    obstacles = {}
+
+    def by_passed(what, model):
+        fused = Fusion(model, CompiledDecode.off)
+        assert isinstance(fused.trunk(40, torch.float32), ModuleTrunk)
+        obstacles[what] = fused.obstacle
+
+    dynamic = {"rope_type": "dynamic", "rope_theta": 500.0, "factor": 2.0}
+    by_passed("positions", tiny_model("llama", rope_parameters=dynamic))
+    adapted = tiny_model("llama")
+    Lora().prepare(adapted, path="", seed=0)
+    by_passed("adapters", adapted)
+    heard = tiny_model("llama")
+    heard.model.layers[0].register_forward_hook(lambda *_: None)
+    by_passed("hooks", heard)
+    more = tiny_model("qwen2")
+    more.model.layers[0].extra = torch.nn.Identity()
+    by_passed("parts", more)
+    half = tiny_model("qwen2")
+    half.model.layers[0].mlp.down_proj.half()
+    by_passed("dtypes", half)
+    assert "type 'dynamic'" in obstacles["positions"]
+    assert "an adapter" in obstacles["adapters"] or "parts" in obstacles["adapters"]
+    assert "hooks" in obstacles["hooks"]
+    assert "'extra'" in obstacles["parts"]
+    assert "Linear in float16" in obstacles["dtypes"]
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

@@ -42,6 +42,20 @@ def test_an_absent_compiler_is_the_reason(monkeypatch, tmp_path):
         open_library(tmp_path)
 
 
+def test_a_broken_compiler_is_the_reason_and_leaves_no_file(broken, tmp_path):
+    folder = tmp_path / "cache"
+    with pytest.raises(LibraryError, match=r"failed with exit code 3 .*error: no such thing"):
+        open_library(folder)
+    assert list(folder.iterdir()) == []
+
+
+def test_a_compiler_that_hangs_is_the_reason(tmp_path, monkeypatch):
+    monkeypatch.setenv("CXX", script(tmp_path / "slow-c++", "exec sleep 60"))
+    monkeypatch.setattr(library, "TIMEOUT_S", 0.1)
+    with pytest.raises(LibraryError, match=r"did not finish within 0.1 s"):
+        open_library(tmp_path / "cache")
+
+
 def test_a_folder_that_cannot_be_written_is_the_reason(broken, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(LibraryError, match="XDG_CACHE_HOME selects another folder"):
@@ -56,6 +70,14 @@ def test_concurrent_builds_share_one_file_and_later_calls_build_nothing(tmp_path
     assert path.suffix == ".so"
     monkeypatch.setattr(library, "_build", lambda *_: pytest.fail("built again"))
     assert open_library(tmp_path)
+
+
+@requires_compiler
+def test_a_damaged_file_is_built_again(tmp_path):
+    path = tmp_path / f"decode-step-{library._key(find_compiler())}.so"
+    path.write_bytes(b"not a library")
+    assert open_library(tmp_path).realign_decode
+    assert path.stat().st_size > 1000
 
 
 @requires_compiler
