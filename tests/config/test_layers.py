@@ -108,30 +108,22 @@ def mine(tmp_path, monkeypatch):
     ("spelling", "expected"),
     [
         (["objective=gspo"], Gspo()),
-        (["+objective=gspo"], Gspo()),
-        (["++objective=gspo"], Gspo()),
         (["objective='gspo'"], Gspo()),
-        (['objective="gspo"'], Gspo()),
         ([f"objective._target_={HERE}.Gspo"], Gspo()),
         ([f"objective={{_target_: {HERE}.Gspo}}"], Gspo()),
-        (["objective=clip"], Clip()),
         (["objective=gspo", "objective.high=0.28"], Gspo(high=0.28)),
         (["objective.high=0.28", "objective=gspo"], Gspo(high=0.28)),
         (["+objective=gspo", "++objective.high=0.28"], Gspo(high=0.28)),
-        (["++objective.high=0.28", "++objective=gspo"], Gspo(high=0.28)),
-        ([f"objective._target_={HERE}.Gspo", "objective.high=0.28"], Gspo(high=0.28)),
         (["objective.high=0.28", f"objective._target_={HERE}.Gspo"], Gspo(high=0.28)),
-        ([f"objective={{_target_: {HERE}.Gspo, high: 0.28}}"], Gspo(high=0.28)),
         ([f"objective={{_target_: {HERE}.Gspo}}", "objective.high=0.28"], Gspo(high=0.28)),
         (["objective={high: 0.28}", "objective=gspo"], Gspo(high=0.28)),
-        (["objective=gspo", "objective={high: 0.28}"], Gspo(high=0.28)),
         (["objective={high: 0.28}"], Clip(high=0.28)),
         (["objective.low=0.1"], Clip(low=0.1, high=0.25)),
         (["objective=clip", "objective=gspo", "objective.high=0.28"], Gspo(high=0.28)),
         (["objective=gspo", "objective.high=0.1", "~objective.high"], Gspo()),
     ],
 )
-def test_every_spelling_of_a_choice_on_the_command_line_builds_the_same(folder, spelling, expected):
+def test_every_kind_of_spelling_of_a_choice_builds_the_same(folder, spelling, expected):
     prefixes = ("++", "+", "~", "")
     words = []
     for word in spelling:
@@ -418,7 +410,6 @@ def test_a_field_on_the_command_line_applies_to_the_class_of_the_preset(presets)
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["objective=clip"], Clip()),
         ([f"objective._target_={HERE}.Clip"], Clip()),
         ([f"objective={{_target_: {HERE}.Clip, dual: 3}}"], Clip(dual=3)),
         (["objective.dual=3", "objective=clip"], Clip(dual=3)),
