@@ -16,7 +16,6 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omegaconf import OmegaConf
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -189,8 +188,8 @@ class Launcher:
         self.folders: list[Path] = []
         """Folders of the runs so far."""
         self._shared, self._start, self._debug = shared, start, debug
-        self._config = shared.with_hydra()
-        self._folder = Path(str(self._config.hydra.sweep.dir)).absolute()
+        # once, so that the time that `${now:...}` stands for is that of all runs
+        self._folder = Path(str(shared.with_hydra().hydra.sweep.dir)).absolute()
 
     @property
     def batch(self) -> int | None:
@@ -204,7 +203,7 @@ class Launcher:
         Raises:
             SystemExit: a run failed, with its exit code.
         """
-        folders = [self._folder_of(run, len(self.folders) + i) for i, run in enumerate(runs)]
+        folders = [self._folder / str(len(self.folders) + i) for i in range(len(runs))]
         jobs = [_Job(run, str(folder), self._start, self._debug) for run, folder in zip(runs, folders, strict=True)]
         if self._shared.launcher == DEFAULT_LAUNCHER:
             for job in jobs:
@@ -215,13 +214,6 @@ class Launcher:
             self.folders += folders
             self._submit(jobs)
         return folders
-
-    def _folder_of(self, run: Composed, number: int) -> Path:
-        config = run.with_hydra()
-        # the time that `${now:...}` stands for, so that it is the same in the folders of all runs
-        OmegaConf.copy_cache(from_config=self._config, to_config=config)
-        config.hydra.job.num = number
-        return self._folder / str(config.hydra.sweep.subdir)
 
     def _submit(self, jobs: Sequence[_Job]) -> None:
         """Run jobs with submitit, and wait for all of them."""

@@ -15,7 +15,8 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from realign.cli.arguments import composed_line
 from realign.cli.exit_codes import described, exit_code, guarded
@@ -71,17 +72,12 @@ def record(composed: Composed, output_dir: str) -> None:
     """Write the config and the overrides to `.hydra` in the folder of the run."""
     from omegaconf import OmegaConf
 
-    folder = composed.run_dir(output_dir)
-    if (subdir := composed.hydra.get("output_subdir", ".hydra")) is not None:
-        parts = {
-            "config": composed.tree,
-            "hydra": {"hydra": composed.hydra},
-            "overrides": composed.hydra["overrides"]["task"],
-        }
-        OwnFiles(folder).claim(*(f"{subdir}/{name}.yaml" for name in parts))
-        make_folder(folder / subdir)
-        for name, part in parts.items():
-            replace_text(folder / subdir / f"{name}.yaml", OmegaConf.to_yaml(OmegaConf.create(part)))
+    folder = Path(output_dir)
+    parts: dict[str, Any] = {"config": composed.tree, "overrides": list(composed.typed)}
+    OwnFiles(folder).claim(*(f".hydra/{name}.yaml" for name in parts))
+    make_folder(folder / ".hydra")
+    for name, part in parts.items():
+        replace_text(folder / ".hydra" / f"{name}.yaml", OmegaConf.to_yaml(OmegaConf.create(part)))
 
 
 def _show(composed: Composed, args: argparse.Namespace) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -45,7 +44,7 @@ if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
 
 ROOT_KEYS = tuple(field.name for field in fields(ExperimentConfig) if field.name not in REPORT)
-FOLDERS = ("output_dir", "hydra.run.dir", "hydra.sweep.dir")
+FOLDERS = ("output_dir", "hydra.sweep.dir")
 
 
 def compose(overrides: Sequence[str] = (), config_dir: Path | str | None = None) -> ExperimentConfig:
@@ -126,6 +125,8 @@ class Composed:
     """Name of the launcher of a sweep."""
     overrides: tuple[str, ...]
     """Overrides of the command line."""
+    typed: tuple[str, ...]
+    """Those that do not set Hydra's node."""
     below: _FileLayers
 
     def again(self, overrides: Sequence[str]) -> Composed:
@@ -148,12 +149,6 @@ class Composed:
         """
         return resolve(self.tree, self.overrides)
 
-    def run_dir(self, output_dir: str) -> Path:
-        """Return the folder for the record of the config, which is `output_dir` unless `hydra.run.dir` is set."""
-        config = self.with_hydra()
-        config.output_dir = output_dir  # resolved: `${now:...}` would be a later time
-        return Path(str(OmegaConf.select(config, "hydra.run.dir")))
-
     def with_hydra(self) -> DictConfig:
         """Return the tree with a node `hydra`, which can be resolved."""
         _register_resolvers()
@@ -175,15 +170,11 @@ def _with_command_line(below: _FileLayers, words: Sequence[str], parsed: Sequenc
     if unknown_keys(tree, [root for root in typed_roots if root not in ROOTS]):
         raise ConfigError(joined(unknown_keys(tree, typed_roots)))  # those of the components, too
     check_values(tree)
-    choices = {group: ",".join(below.choices[group]) or None for group in GROUPS}
-    typed = [word for word, override in zip(words, parsed, strict=True) if not override.is_hydra_override()]
-    hydra["overrides"] = {"hydra": [word for word in words if word not in typed], "task": typed}
-    hydra["job"]["override_dirname"] = ",".join(sorted(typed))
-    hydra["runtime"] = {"cwd": os.getcwd(), "choices": choices, "output_dir": "???"}  # a launcher sets it
+    typed = tuple(word for word, override in zip(words, parsed, strict=True) if not override.is_hydra_override())
     _register_resolvers()
     config["hydra"] = hydra
     _check_folders(config, tree)
-    return Composed(tree, hydra, launcher, tuple(words), below)
+    return Composed(tree, hydra, launcher, tuple(words), typed, below)
 
 
 def _hydra_settings(below: _FileLayers, parsed: Sequence[Override]) -> tuple[str, dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""The node `hydra` of a config: folders of a run and of a sweep, resources of jobs, and parameters of a sweep.
+"""The node `hydra` of a config: folder and parameters of a sweep, resources of its jobs, and verbose logs.
 
 realign uses Hydra's names, but not Hydra: it calls nothing that the node names. Values go into the script of a job, so
 they are plain. Every other setting of Hydra is an error.
@@ -15,11 +15,7 @@ from realign.config.errors import ConfigError
 
 DEFAULT_LAUNCHER = "basic"
 DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
-    {
-        "run": {"dir": "${output_dir}"},
-        "sweep": {"dir": "${output_dir}/sweep_${now:%Y%m%d_%H%M%S}", "subdir": "${hydra.job.num}"},
-        "job": {"name": "realign", "chdir": False, "config_name": "config", "num": "???", "id": "???"},
-    }
+    {"sweep": {"dir": "${output_dir}/sweep_${now:%Y%m%d_%H%M%S}"}}
 )
 """Settings of realign."""
 
@@ -43,8 +39,8 @@ OF_SUBMITIT: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 )
 """Their defaults, where they are not those of submitit."""
 
-_OWN = re.compile(r"\$\{(output_dir|name|now:[^{}]*|hydra\.(job|runtime|sweep)\.[\w./]+)\}")
-"""Interpolations that a folder may contain."""
+_OWN = re.compile(r"\$\{(output_dir|name|now:[^{}]*)\}")
+"""Interpolations that the folder of a sweep may contain."""
 _PARAMETER = re.compile(r"[+~]{0,2}(?!hydra(?!\w))[^\W_][\w./@-]*")
 """Keys that the parameters of a sweep may have: those of overrides, except overrides of the `hydra` node."""
 
@@ -79,19 +75,12 @@ class _Rule(NamedTuple):
     """The allowed values, for messages."""
 
 
-_FOLDER = _Rule(
-    _folder,
-    "a printable text whose interpolations are ${output_dir}, ${name}, ${now:...}, ${hydra.job...}, "
-    "${hydra.runtime...} or ${hydra.sweep...}",
-)
 _VALUE = _Rule(_plain, "a number or a printable text, without interpolations")
 _ALLOWED: Mapping[str, _Rule] = MappingProxyType(
     {
-        "hydra.run.dir": _FOLDER,
-        "hydra.sweep.dir": _FOLDER,
-        "hydra.sweep.subdir": _FOLDER,
-        "hydra.output_subdir": _Rule(lambda value: value in (".hydra", None), ".hydra or null"),
-        "hydra.job.chdir": _Rule(lambda value: value is False, "false"),
+        "hydra.sweep.dir": _Rule(
+            _folder, "a printable text whose interpolations are ${output_dir}, ${name} or ${now:...}"
+        ),
         "hydra.verbose": _Rule(_plain_list, "true, false, or names of loggers"),
         "hydra.sweeper.params": _Rule(
             _parameters, "a mapping of config keys, except Hydra's own, to plain values without interpolations"
@@ -105,6 +94,7 @@ _SHELL = "Prepare the environment in the shell that starts the sweep. Jobs inher
 _HINTS: Mapping[str, str] = MappingProxyType(
     {
         "hydra.mode": "Use -m to start a sweep.",
+        "hydra.run.dir": "Set output_dir.",
         "hydra.searchpath": "Use --config-dir to add a folder of configs.",
         "hydra.job.env": "Set environment variables in the shell that starts the run.",
         "hydra.launcher.setup": _SHELL,
@@ -139,7 +129,7 @@ def check_settings(node: Any, launcher: str) -> None:
         ConfigError: a setting or its value is not allowed; names both.
     """
     if not isinstance(node, Mapping):
-        raise ConfigError(f"hydra={_shown(node)}: expected settings of Hydra, such as hydra.run.dir=FOLDER.")
+        raise ConfigError(f"hydra={_shown(node)}: expected settings of Hydra, such as hydra.sweep.dir=FOLDER.")
     for key, value in _settings(node, "hydra"):
         rule = _ALLOWED.get(key)
         if rule is None and key.removeprefix("hydra.launcher.") in LAUNCHERS[launcher]:

@@ -32,7 +32,7 @@ CLAIMED = (
     *(REFERENCES, CALLS, "tensorboard"),
 )
 """Files that a run writes again and again, and folders to which it adds files."""
-HYDRA = (".hydra/config.yaml", ".hydra/hydra.yaml", ".hydra/overrides.yaml")
+HYDRA = (".hydra/config.yaml", ".hydra/overrides.yaml")
 """Files that the command of a run writes before the run starts."""
 REPORT = "report.html"
 _NOT_READ = ("output_dir", "name", "resume", "trackers")

@@ -212,20 +212,13 @@ def test_a_sweep_makes_one_folder_for_each_run(here):
 
 
 def test_a_sweep_may_start_its_runs_in_batches(here):
-    words = ["experiment=bigram", "steps=1", "seed=1,2", "hydra.sweeper.max_batch_size=1", "hydra.sweep.dir=all"]
-    assert realign_main("-m", *words, "hydra.sweep.subdir='${hydra.job.num}_${hydra.job.override_dirname}'") == 0
-    names = [f"{i}_experiment=bigram,seed={seed},steps=1" for i, seed in enumerate((1, 2))]
-    assert sorted(path.name for path in (here / "all").iterdir()) == names
-    assert [yaml.safe_load((here / "all" / name / "config.yaml").read_text())["seed"] for name in names] == [1, 2]
-
-
-def test_the_record_of_the_command_line_may_be_in_another_folder_or_nowhere(here):
-    assert realign_main("experiment=bigram", "steps=1", "hydra.run.dir='records/${name}'") == 0
-    record = here / "records" / "bigram" / ".hydra"
-    assert sorted(path.name for path in record.iterdir()) == ["config.yaml", "hydra.yaml", "overrides.yaml"]
-    assert yaml.safe_load((record / "overrides.yaml").read_text()) == ["experiment=bigram", "steps=1"]
-    assert realign_main("experiment=bigram", "steps=1", "overwrite=true", "hydra.output_subdir=null") == 0
-    assert not (here / "runs" / "bigram" / ".hydra").exists()
+    words = ["experiment=bigram", "steps=1"]
+    batches = ["hydra.sweeper.max_batch_size=1", "hydra.sweep.dir='all/${name}'"]
+    assert realign_main("-m", *words, "seed=1,2", *batches) == 0
+    folder = here / "all" / "bigram"
+    assert sorted(path.name for path in folder.iterdir()) == ["0", "1"]
+    assert [yaml.safe_load((folder / str(i) / "config.yaml").read_text())["seed"] for i in range(2)] == [1, 2]
+    assert yaml.safe_load((folder / "1" / ".hydra" / "overrides.yaml").read_text()) == [*words, "seed=2"]
 
 
 def test_a_mistake_in_a_sweep_is_one_line(here, capsys):

@@ -15,7 +15,7 @@ from realign.config.hydra_settings import LAUNCHERS, check_settings
 from tests.config_parts import EXPERIMENT, write_experiment
 
 KEYS = {
-    *("run.dir", "sweep.dir", "sweep.subdir", "output_subdir", "verbose", "sweeper.params", "sweeper.max_batch_size"),
+    *("sweep.dir", "verbose", "sweeper.params", "sweeper.max_batch_size"),
     *(f"launcher.{name}" for name in LAUNCHERS["submitit_slurm"]),
 }
 """Settings that a config may change."""
@@ -47,7 +47,7 @@ OTHERS = (
     *("mode", "searchpath", "unknown", "run.unknown", "sweep.mode", "sweeper._target_", "sweeper.unknown"),
     *("launcher._target_", "launcher.setup", "launcher.additional_parameters", "launcher.submitit_folder"),
     *("job.env_set.X", "job.env_copy", "job.name", "job.config", "job_logging.handlers", "callbacks.mine._target_"),
-    *("env", "help.template", "overrides.task", "runtime.output_dir"),
+    *("env", "help.template", "overrides.task", "runtime.output_dir", "run.dir", "output_subdir", "sweep.subdir"),
 )
 
 
@@ -115,10 +115,7 @@ def test_a_launcher_of_the_same_name_in_the_folder_of_somebody_else_is_refused(t
 
 
 GOOD = [
-    ["hydra.run.dir=elsewhere"],
-    ["hydra.run.dir='${output_dir}/${now:%Y%m%d}'"],
-    ["hydra.sweep.dir='sweeps/${name}'", "hydra.sweep.subdir='${hydra.job.num}_${hydra.job.override_dirname}'"],
-    ["hydra.output_subdir=null"],
+    ["hydra.sweep.dir='sweeps/${name}/${now:%Y%m%d}'"],
     ["hydra.verbose=true"],
     ["hydra.verbose=[realign,hydra]"],
     ["hydra.sweeper.max_batch_size=2"],
@@ -146,16 +143,16 @@ def test_a_file_may_change_them_too(tmp_path):
 
 
 BAD = [
-    "hydra.run.dir='${oc.env:HOME}'",
-    "hydra.run.dir=null",
+    "hydra.sweep.dir='${oc.env:HOME}'",
+    "hydra.sweep.dir=null",
+    "hydra.run.dir=elsewhere",
     "hydra.sweep.dir='${oc.select:hydra.job.env_set}'",
     "hydra.sweep.dir='${now:${oc.env:HOME}}'",
     "hydra.sweep.dir='${hydra:job.name}'",
     "hydra.sweep.dir='${models}'",
     "hydra.sweep.dir='${now:%n}x'",
-    "hydra.sweep.subdir='\\${x}'",
-    "hydra.output_subdir=../up",
-    "hydra.output_subdir=/etc",
+    "hydra.sweep.dir='${hydra.sweep.x}'",
+    "hydra.output_subdir=.hydra",
     "hydra.verbose={a: 1}",
     "hydra.mode=MULTIRUN",
     "hydra.searchpath=[pkg://antigravity]",
