@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from realign.data import AssistantMasks, PreferenceData, PromptData, SupervisedData, Template, TooLong, Turns
 from realign.data.encoding import decoded_row
 from realign.data.writer import Writer
-from realign.errors import DataError, SettingsError
+from realign.errors import ConfigError, DataError, SettingsError
 from realign.tokenization import Tokens
 from tests.data.chat_templates import (
     CHATML,
@@ -164,6 +164,14 @@ def test_a_response_of_several_messages_trains_its_assistant_turns_and_no_turn_o
     assert trained(load([row], train_on_turns=Turns.last)) == [["It is 1.<|im_end|>"]]
 
 
+def test_an_explicit_column_wins(load):
+    row = {"messages": TWO_TURNS, "prompt": "x", "response": "y", "question": "q", "answer": "a", "chat": SHAREGPT}
+    assert trained(load([row], messages_column="chat")) == [["hi<|im_end|>", "2<|im_end|>"]]
+    assert trained(load([row], None, prompt_column="prompt")) == [["y<|im_end|>"]]
+    assert runs(load([row], None, prompt_column="question", response_column="answer"))[0][0] == ("q", False)
+    assert trained(load([row], None, response_column="answer")) == [["a<|im_end|>"]]
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [
@@ -225,6 +233,12 @@ def test_tools_tool_calls_and_results_are_rendered(load):
         "<|im_start|>assistant\n"
     )
     assert answer == ("It is 1.<|im_end|>", True)
+
+
+def test_a_template_that_needs_arguments_as_text_gets_text(load):
+    template = CHATML.replace("call.function.arguments} | tojson", "call.function.arguments + ''} | tojson")
+    (call, _) = trained(load([{"messages": CALLS, "tools": [ADD]}], template))[0]
+    assert '"arguments": "{\\"a\\": 1}"' in call
 
 
 def test_arguments_that_a_template_would_print_as_python_are_passed_as_json_text(load):
@@ -381,6 +395,11 @@ def test_blocks_that_mark_something_else_are_an_error(load):
         load(rows, extra)
 
 
+def test_masks_from_blocks_need_blocks(load):
+    with pytest.raises(ConfigError, match=r"the chat template has no {% generation %} block. Set assistant_masks=auto"):
+        load([{"messages": TWO_TURNS}], CHATML, assistant_masks="generation_blocks")
+
+
 def test_an_end_of_turn_that_is_not_eos_is_warned_of_once(load):
     with pytest.warns(UserWarning, match=r"ends an assistant turn with '<\|im_end\|>', but the EOS token") as warned:
         dataset = load([{"messages": TWO_TURNS}] * 2, eos="<|endoftext|>")
@@ -402,6 +421,19 @@ def test_only_the_text_before_the_first_answer_is_truncated(load):
     assert trained(cut) == trained(whole)
     with pytest.raises(DataError, match=r"no row is left of .*longer than max_tokens=5"):
         load(rows, max_tokens=5, too_long=TooLong.truncate_left)
+
+
+def test_settings_of_the_template_apply_to_messages(load):
+    row = {"messages": TWO_TURNS[1:]}
+    assert runs(load([row], system="be brief")) == runs(load([{"messages": TWO_TURNS}]))
+    with pytest.raises(DataError, match=r"the row already has a system message. Remove it, or set system=''"):
+        load([{"messages": TWO_TURNS}], system="be brief")
+    with pytest.raises(DataError, match="prefix and suffix need a prompt that is a string"):
+        load([row], prefix="a")
+    with pytest.raises(DataError, match="system applies only to chat messages, and the prompt is plain text"):
+        load([{"prompt": "a", "response": "b"}], system="be brief")
+    with pytest.raises(DataError, match=r"template=plain: chat messages need a chat template. Set template=auto"):
+        load([row], template=Template.plain)
 
 
 def prompts(write, rows, template=CHATML, **fields):
@@ -477,6 +509,15 @@ def test_a_template_that_trims_the_start_of_an_answer_shows_it_trimmed_in_traini
         (context, " 2<|eot_id|>"),
         (context, " 3<|eot_id|>"),
     ]
+
+
+def test_a_prompt_is_verified_like_a_conversation(write):
+    with pytest.raises(DataError, match="ignores the tools"):
+        prompts(write, [{"messages": CALLS[:1], "tools": [ADD]}], PLAIN_CHATML)
+    with pytest.raises(DataError, match="column 'messages' contains a str; expected a list"):
+        prompts(write, [{"messages": "hello"}])
+    thought = prompts(write, [{"messages": THOUGHT[:3]}], REASONING)
+    assert "one and one" not in thought[0]  # as the template shows earlier turns to the policy
 
 
 TEXT = st.text(st.characters(codec="utf-8", exclude_characters="<>|\r"), min_size=1, max_size=12).filter(

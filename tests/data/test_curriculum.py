@@ -33,7 +33,7 @@ from realign.data import (
 )
 from realign.data.curriculum import CurriculumOrder
 from realign.data.order import EpochOrder
-from realign.errors import CheckpointError, RunError
+from realign.errors import CheckpointError, ConfigError, RunError
 from realign.runtime.rollout.prompts import PromptStream
 from tests import toys
 from tests.data.text_tokenizer import make_tokenizer
@@ -235,6 +235,18 @@ def test_missing_rewards_do_not_count_and_a_group_without_any_is_no_visit():
     assert prompts.order.state_dict()["visits"].tolist() == [1, 0]
 
 
+def test_used_rows_are_passed_over_and_forgotten():
+    """Dynamic sampling draws until no row with a weight is left."""
+    prompts = stream(Fixed(numbers=[1.0, 0.2, 0.0, 1.0, 0.5]), n=5, batch=2)
+    used: set[int] = set()
+    drawn = []
+    while (batch := prompts.draw_new(used)) is not None:
+        drawn += [row for _, row in rows_of(batch)]
+        prompts.record(batch)
+    assert sorted(drawn) == [0, 1, 3, 4]
+    assert prompts.state_dict()["curriculum"]["waiting"] == []
+
+
 def test_a_run_may_turn_a_curriculum_on_or_off_and_change_its_window():
     plain = PromptStream(Rows(N), BATCH, 0, True)
     for _ in range(3):
@@ -299,6 +311,35 @@ def test_metrics_describe_the_rows_and_their_pass_rates():
 def test_weights_that_choose_nothing_are_an_error(numbers, message):
     with pytest.raises(RunError, match=message):
         stream(Fixed(numbers=numbers), n=4).draw()
+
+
+def test_a_row_of_weight_whose_source_never_comes_is_an_error(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a"}\n')
+    (tmp_path / "b.jsonl").write_text('{"prompt": "b"}\n')
+    sources = [RowSource(str(tmp_path / "a.jsonl"), weight=1e9), RowSource(str(tmp_path / "b.jsonl"), weight=1e-9)]
+    data = PromptData(sources).load(make_tokenizer())
+    prompts = PromptStream(data, 2, 0, True, curriculum=Fixed(numbers=[0.0, 1.0]))
+    with pytest.raises(RunError, match=r"prompts in a row were passed over\. 1 of the 2 rows have a weight above 0"):
+        prompts.draw()
+
+
+@dataclass
+class EasyFirst(Curriculum):
+    """By a column of the data: level 0 for ten prompts, then level 1 too, and so on."""
+
+    needs_rewards = False
+
+    def weights(self, history):
+        return np.array(history.column("level")) <= history.prompts // 10
+
+
+def test_a_curriculum_may_read_columns_of_the_data():
+    prompts = stream(EasyFirst(), n=30, batch=5)
+    levels = [[row % 3 for _, row in rows_of(prompts.draw())] for _ in range(12)]
+    assert all(max(batch) <= i * 5 // 10 for i, batch in enumerate(levels))
+    assert {level for batch in levels for level in batch} == {0, 1, 2}
+    with pytest.raises(ConfigError, match=r"the data has no column 'lvl' \(columns: level\)"):
+        prompts.order._column("lvl")
 
 
 def test_combined_data_and_mixtures_have_curricula(tmp_path):

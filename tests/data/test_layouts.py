@@ -289,6 +289,13 @@ def test_a_string_prompt_of_a_chat_model_is_not_guessed(kind, row):
     assert "user:" not in texts(kind, row, template="plain")[0]
 
 
+def test_a_dialogue_of_a_chat_model_is_not_guessed():
+    row = {"chosen": "Human: q\n\nAssistant: a", "rejected": "Human: q\n\nAssistant: b"}
+    with pytest.raises(DataError, match=r"chat for '<\|im_start\|>user\\nq<\|im_end\|>.*plain for 'Human: q"):
+        texts("PreferenceData", row)
+    assert texts("PreferenceData", row, template="chat") == PAIR
+
+
 def test_the_check_says_what_the_columns_of_the_first_row_are(write):
     row = {"instruction": "q", "input": "c", "output": "a", "system": "s", "id": 3, "history": []}
     spec = data.SupervisedData(write(row))

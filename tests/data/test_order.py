@@ -126,6 +126,16 @@ def folder(tmp_path):
     return tmp_path
 
 
+def test_sources_without_weights_are_one_dataset(folder):
+    both = [f"{folder}/a.jsonl", f"{folder}/b.jsonl"]
+    dataset = PromptData(both).load(make_tokenizer())
+    pattern = PromptData(f"{folder}/*.jsonl").load(make_tokenizer())
+    assert [row["prompt"] for row in dataset.rows] == [row["prompt"] for row in pattern.rows]
+    assert dataset.describe() == "10 rows: a.jsonl 4, b.jsonl 6"
+    assert pattern.describe() == "10 rows"
+    assert dataset.order(0, True).rows(range(25)) == pattern.order(0, True).rows(range(25))
+
+
 def test_a_weighted_mixture_draws_rows_by_weight(folder):
     sources = [RowSource(f"{folder}/a.jsonl", weight=0.7), RowSource(f"{folder}/b.jsonl", weight=0.3, limit=2)]
     data = SupervisedData(sources)

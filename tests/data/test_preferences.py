@@ -206,6 +206,13 @@ def test_a_conversation_that_continues_the_other_one_shares_its_prompt(load):
     assert answers(load([{"chosen": chosen, "rejected": [*chosen, user("c"), assistant("d")]}]))[0] == "b"
 
 
+def test_a_column_prompt_can_be_ignored(load):
+    row = {"prompt": "other", "chosen": [user("1+1="), assistant("2")], "rejected": [user("1+1="), assistant("3")]}
+    with pytest.raises(DataError, match=r"line 1: the prompt 'other' is not a user message .* Set prompt_column=''"):
+        load([row])
+    assert runs(load([row], prompt_column="")) == PAIR
+
+
 def test_equal_conversations_are_dropped_and_counted(load):
     same = {"chosen": [user("1+1="), assistant("2")], "rejected": [user("1+1="), assistant("2")]}
     other = {"chosen": [user("1+1="), assistant("2")], "rejected": [user("1+1="), assistant("3")]}
@@ -257,6 +264,16 @@ def test_later_human_turns_of_a_dialogue_are_not_trained(load):
     prompt = ("\n\nHuman: a\n\nAssistant:", False)
     assert first == [prompt, (" b", True), ("\n\nHuman: c\n\nAssistant:", False), (" d<|im_end|>", True)]
     assert second == [prompt, (" x", True), ("\n\nHuman: y\n\nAssistant:", False), (" z<|im_end|>", True)]
+
+
+def test_a_dialogue_can_be_formatted_with_the_chat_template(load):
+    turns = [user("a"), assistant("b"), user("c")]
+    messages = {"chosen": [*turns, assistant("d")], "rejected": [*turns, assistant("e")]}
+    assert runs(load([HH], template=Template.chat)) == runs(load([messages]))
+    with pytest.raises(DataError, match="the text is not a dialogue"):
+        load([{"chosen": "a", "rejected": "b"}], template=Template.chat)
+    with pytest.raises(DataError, match="prefix and suffix need a prompt column"):
+        load([HH], prefix="a")
 
 
 RATED = {"prompt": "1+1=", "responses": ["2", "3", "4", "5"], "scores": [7, 9.5, 1, 7]}

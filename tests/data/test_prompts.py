@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from realign.data import (
     PackedTokens,
     PromptData,
+    PromptDataset,
     Template,
     TooLong,
     batch_indices,
@@ -137,6 +138,16 @@ def test_a_prompt_of_text_goes_through_the_chat_template_if_asked(path, template
     assert tokenizer.decode(dataset.sample([(0, 0)])["prompt_ids"]) == text
 
 
+def test_rows_outside_and_twice_are_refused(path):
+    dataset = PromptData(path, limit=2).load(make_tokenizer())
+    for row in (-1, 2):
+        with pytest.raises(ValueError, match=rf"row {row} is outside the dataset of 2 rows"):
+            dataset.sample([(0, row)])
+    with pytest.raises(ValueError, match="Duplicate id"):
+        dataset.sample([(0, 1), (0, 1)])
+    assert len(dataset.sample([])) == 0
+
+
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
@@ -150,3 +161,14 @@ def test_a_prompt_of_text_goes_through_the_chat_template_if_asked(path, template
 def test_bad_settings_are_named(bad, message):
     with pytest.raises(SettingsError, match=message):
         PromptData("x.jsonl", **bad)
+
+
+def test_prompts_of_your_own_are_a_dataset():
+    dataset = PromptDataset.from_ids([[1, 2], [3]], [{"answer": "a"}, {"answer": "b"}], source="mine")
+    sample = dataset.sample([(0, 1), (0, 0)])
+    assert sample["prompt_ids"].tolist() == [3, 1, 2]
+    assert [row["answer"] for row in sample.metadata["row"]] == ["b", "a"]
+    assert str(dataset.report) == "mine: 2 of 2 rows, 3 tokens, longest 2"
+    for prompts, rows in (([[1]], []), ([], [])):
+        with pytest.raises(DataError, match="expected one row for each prompt"):
+            PromptDataset.from_ids(prompts, rows)

@@ -165,6 +165,15 @@ def test_bad_settings_are_named(settings, message):
         TextData("x.jsonl", **settings)
 
 
+def test_bad_rows_are_named(write_texts):
+    with pytest.raises(DataError, match=r"texts\.jsonl, line 2: the text is a int; expected a string"):
+        TextData(write_texts("a", 3)).load(make_tokenizer())
+    with pytest.raises(DataError, match=r"no column 'text'; found \['txt'\]; did you mean 'txt'\?"):
+        TextData(write_texts("a", column="txt")).load(make_tokenizer())
+    with pytest.raises(DataError, match=r"no row is left of .*: 0 of 1 rows"):
+        TextData(write_texts("abc")).load(make_tokenizer())
+
+
 def test_rows_of_texts_name_the_class_that_reads_them(tmp_path):
     file = tmp_path / "rows.jsonl"
     file.write_text('{"text": "A film."}\n')

@@ -127,6 +127,18 @@ def test_a_template_with_the_date_has_tokens_of_each_day(write, tokenized, monke
         assert bool(tokenized) == new
 
 
+class OwnData(SupervisedData):
+    """A class outside of the package, which may change between two runs."""
+
+
+def test_tokens_of_a_users_class_are_not_kept(write, tokenized):
+    for _ in range(2):
+        tokenized.clear()
+        OwnData(write({"prompt": "123 45", "completion": "2"}), cache=True).load(make_tokenizer())
+        assert tokenized
+    assert not Cache("tokens").folder.exists()
+
+
 def test_a_setting_without_effect_is_an_error(write):
     with pytest.raises(SettingsError, match="cache=true: has no effect with excerpt"):
         PromptData(write({"prompt": "1"}), cache=True, excerpt=Excerpt(max_tokens=3))
@@ -162,3 +174,12 @@ def test_a_load_that_is_killed_keeps_its_complete_entries(write, tokenized, monk
     tokenized.clear()
     PreferenceData(path, cache=True).load(make_tokenizer())
     assert len(tokenized) == 88 * 2  # rows 512 to 599: two sequences
+
+
+def test_a_warning_about_the_template_comes_in_each_run(write, tokenized):
+    path = write({"messages": [user("1"), assistant("2"), user("3"), assistant("4")]})
+    for first in (True, False):
+        with pytest.warns(UserWarning, match="The chat template ends an assistant turn with"):
+            SupervisedData(path, cache=True).load(chat_tokenizer(CHATML, eos="<|endoftext|>"))
+        assert bool(tokenized) == first
+        tokenized.clear()
