@@ -12,7 +12,7 @@ from realign.api import GenerationConfig, Lengths, MicroBatchSpec, SequenceSampl
 from realign.api.memory import EstimatesMemory, MemoryWork
 from realign.engines import OptimizerSpec, TorchOptimizer, TransformersModel
 from realign.engines.memory import MemoryModel, moment_bytes
-from realign.models import Causal, QHeads, ValueHead
+from realign.models import Causal, Lora, QHeads, TopLayers, Value, ValueHead
 from realign.models.model_shape import shape_of
 from realign.models.network import decoder
 from realign.models.network.kv_cache import KVCache
@@ -93,6 +93,16 @@ def test_activations_are_the_tensors_that_autograd_saves(family, dtype):
     assert estimate._activations(tokens, work) - working == pytest.approx(found - cast, rel=0.2)
 
 
+def test_models_that_run_unpacked_neither_copy_weights_for_rollouts_nor_run_concurrent_micro_batches():
+    work = MemoryWork(True, False, True, 1024, 1024, prompts=8, sequences=64, prompt=32, response=32)
+    packed, unpacked = (
+        model(family, optimizer=OptimizerSpec(), lanes=4).estimate(work) for family in ("llama", "bloom")
+    )
+    assert (packed.rollout_weights > 0, unpacked.rollout_weights) == (True, 0)
+    assert unpacked.gradients == pytest.approx(unpacked.weights, rel=0.5)
+    assert packed.gradients > 3 * packed.weights
+
+
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3_moe"])
 @pytest.mark.parametrize("most", [None, 2])
 def test_the_cache_is_the_one_of_a_rollout(monkeypatch, family, most):
@@ -109,6 +119,17 @@ def test_the_cache_is_the_one_of_a_rollout(monkeypatch, family, most):
     engine.generate(data, GenerationConfig(n=3, max_new_tokens=7), seed=0)
     work = MemoryWork(False, False, True, 13, 13, prompts=2, sequences=6, prompt=6, response=7)
     assert model(family, sampling=InProcessSampling(max_slots=most)).estimate(work).cache == allocated[0]
+
+
+def test_frozen_roles_need_no_gradients_and_scalar_heads_no_logits(tmp_path):
+    path = save_tiny(tmp_path / "value", head="value")
+    frozen = TransformersModel(str(path), head=Value()).memory(
+        "critic", MemoryWork(trains=False, scores=True, samples=False, tokens=64, optimizer_step_tokens=64)
+    )
+    assert (frozen.gradients, frozen.moments, frozen.activations, frozen.head) == (0, 0, 0, 0)
+    assert 0 < frozen.passing == frozen.scoring
+    language = model().estimate(MemoryWork(False, True, False, 64, 64))
+    assert language.scoring > frozen.scoring
 
 
 def test_ranks_divide_weights_and_state_but_sample_from_a_whole_copy():
@@ -135,6 +156,23 @@ def test_ranks_gather_fused_layers_in_the_dtype_of_products_and_others_in_fp32(d
     modules = MemoryModel(shape, CPU, dtype, keep_rollout=keeps, fused_rollout=False).estimate(work)
     casts = 2 * shape.in_layers + head if size == 2 else 0
     assert modules.sampling_copy + modules.rollout_weights == 4 * shape.parameters + casts
+
+
+def test_a_reference_branch_copies_the_layers_that_train():
+    shape = shape_of(tiny_config("llama"), Causal(), trains=TopLayers(1))
+    of_layers = MemoryModel(shape, CPU, torch.float32, optimizer=OptimizerSpec())
+    work = MemoryWork(True, True, False, 64, 64, references=(None,))
+    assert of_layers.estimate(work).references == 4 * shape.trained
+    adapters = shape_of(tiny_config("llama"), Causal(), trains=Lora(rank=2))
+    assert MemoryModel(adapters, CPU, torch.float32).estimate(work).references == 0
+
+
+def test_weights_in_4_bits_are_an_eighth_of_the_matrices():
+    shape = shape_of(tiny_config("llama"), Causal(), trainable=False)
+    whole, small = (
+        MemoryModel(shape, CPU, torch.float32, load_in_4bit=flag).estimate(WORK).weights for flag in (False, True)
+    )
+    assert whole - small == pytest.approx((4 - 0.516) * shape.matrices, abs=1)
 
 
 def test_the_cache_of_a_gpu_is_a_fraction_of_what_the_weights_leave(monkeypatch):

@@ -40,3 +40,11 @@ def test_the_largest_stage_is_as_small_as_in_the_best_of_all_divisions(sizes: li
         ends = [0, *cuts, len(sizes)]
         largest.append(max(sum(sizes[start:end]) for start, end in pairwise(ends)))
     assert max(sum(sizes[layer] for layer in own) for own in divided) == min(largest)
+
+
+def test_a_mesh_is_described_with_the_ranks_that_divide_experts() -> None:
+    assert Sharding(replicate=2).describe("actor", 8) == "8 ranks = replicate 2 x shard 4"
+    sharding = Sharding(tensor=2, expert=4)
+    assert sharding.describe("actor", 16) == "16 ranks = shard 8 x tensor 2; experts are divided over 8 of them"
+    with pytest.raises(ConfigError, match=r"expert=3: must divide the number of ranks with different prompts .* \(4\)"):
+        Sharding(expert=3).describe("actor", 4)

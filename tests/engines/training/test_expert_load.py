@@ -232,6 +232,11 @@ def test_a_bias_rate_needs_biases_and_all_weights():
         TransformersModel("folder", optimizer=STEP, trains=Lora(), load_balancing=LoadBalancing(0.0, bias_rate=0.1))
 
 
+def test_a_model_without_routers_names_the_setting():
+    with pytest.raises(ConfigError, match=r"models\.actor\.load_balancing: .*has no routers.*Remove load_balancing"):
+        engine_with(family="llama")
+
+
 def test_rows_of_a_shared_prefix_count_once_for_each_sequence():
     layout = Layout.of(Lengths.of([[4, 5]]), torch.tensor([3]).numpy())
     assert layout.tokens_per_row(torch.device("cpu")).tolist() == [2, 2, 2, 1, 1, 1]

@@ -19,6 +19,7 @@ from realign.engines import (
     TorchOptimizer,
     learning_rate,
 )
+from realign.engines.distributed.sharded_engine import ShardedStepper
 from realign.engines.training.stepper import Stepper
 from realign.engines.training.torch_optimizer import ELEMENTWISE, MixedOptimizer
 from realign.errors import ConfigError, SettingsError
@@ -305,6 +306,17 @@ class ScheduleFree(torch.optim.SGD):
 def test_an_optimizer_that_cannot_be_used_is_refused_by_name(fields, message):
     with pytest.raises(SettingsError, match=message):
         TorchOptimizer(**fields)
+
+
+def test_an_optimizer_of_whole_weights_is_refused_with_shards():
+    with pytest.raises(ConfigError, match=r"models\.actor\.optimizer=torch\.optim\.Muon: it updates whole weights"):
+        ShardedStepper("actor", spec("Muon"), None, None)
+
+
+def test_an_8_bit_optimizer_without_bitsandbytes_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    with pytest.raises(SettingsError, match=r"not installed. Run pip install 'realign-rl\[quantization\]'"):
+        TorchOptimizer(of="bitsandbytes.optim.AdamW8bit")
 
 
 def optimizer_of(tmp_path, *words):

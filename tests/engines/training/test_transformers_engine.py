@@ -8,6 +8,7 @@ import torch
 
 from realign.api import (
     GenerationConfig,
+    Lengths,
     MicroBatchSpec,
     SequenceSample,
     masked_max,
@@ -202,6 +203,14 @@ def test_a_vetoed_step_moves_no_weight_moment_schedule_or_average():
     assert all(p.grad is None for p in engine.module.parameters())
     after = stat_values(engine.train_batch(data, ONE, loss.loss, loss.weight, lambda stats: True))
     assert (after["vetoed_steps"], after["optimizer_steps"], after["lr"]) == (0, 1, plain["lr"])
+
+
+def test_a_step_without_a_gradient_is_refused_or_counted():
+    engine = tiny_engine(optimizer=STEP)
+    with pytest.raises(ValueError, match=r"'actor': apply has no gradient. Call accumulate first."):
+        engine.apply(torch.tensor(1.0))
+    found = stat_values(engine.skip("zero_weight_steps"))
+    assert (found["zero_weight_steps"], found["skipped_steps"], found["optimizer_steps"]) == (1, 1, 0)
 
 
 def assert_equal(a, b):
@@ -440,6 +449,14 @@ def test_forward_gives_results_in_the_order_of_the_batch(spec):
     torch.testing.assert_close(got["logprobs"], want, atol=1e-5, rtol=1e-5)
     assert not got["logprobs"].requires_grad
     data.merge(got)
+
+
+def test_forward_of_nothing_and_a_hook_that_adds_nothing():
+    engine = tiny_engine()
+    nothing = SequenceSample(()).with_data({"input_ids": torch.zeros(0).long()}, lengths=Lengths.of([]))
+    assert engine.forward(nothing, ONE, keep_logprobs).ids == ()
+    with pytest.raises(ValueError, match=r"post_hook returned only keys of the micro-batch .*. It must add a key."):
+        engine.forward(random_sample([[3]]), ONE, lambda out, mb: mb)
 
 
 def test_frozen_models_do_not_train():
