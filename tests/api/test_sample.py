@@ -14,10 +14,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realign.api import Lengths, MicroBatchSpec, SequenceSample, part_sizes
+from realign.api import GenerationConfig, Lengths, MicroBatchSpec, SequenceSample, part_sizes
 from realign.api.sample import IMAGE_KEYS, shard, with_response_index
+from realign.api.sampler import requests_of
 from realign.functional.normalization import Scope, normalize
-from tests.images import image_sample
+from tests.images import image_prompts, image_sample
 
 DTYPES = {
     "input_ids": torch.int64,
@@ -413,6 +414,12 @@ def test_shards_for_ranks_have_the_images_of_their_prompts(data, ranks):
     for part in parts:
         assert_same_images(part, data)
     assert equal(parts.restore(list(parts)), data)
+
+
+def test_requests_with_images_are_rejected():
+    with pytest.raises(ValueError, match="the prompts have images"):
+        requests_of(image_prompts(SIZES), GenerationConfig(), 0)
+    assert len(requests_of(image_prompts([[], []]), GenerationConfig(n=2), 0)) == 4
 
 
 NESTED = st.lists(st.lists(st.integers(0, 30), max_size=4), max_size=12)

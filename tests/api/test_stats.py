@@ -129,6 +129,17 @@ def test_a_correlation_of_parts_is_that_of_the_whole() -> None:
     assert stat_values(merged)["r"] == pytest.approx(want, abs=1e-6)
 
 
+def test_a_correlation_by_hand_and_where_there_is_none() -> None:
+    both = torch.ones(3, dtype=torch.bool)
+
+    def value(x: list[float], y: list[float]) -> dict[str, float]:
+        return stat_values({"r": correlation(torch.tensor(x), torch.tensor(y), both[: len(x)])})
+
+    assert value([1, 2, 3], [1, 3, 2]) == {"r": pytest.approx(0.5)}
+    assert value([1, 2, 3], [3, 2, 1]) == {"r": pytest.approx(-1.0)}
+    assert value([2.1, 2.1, 2.1], [1, 2, 3]) == value([1], [2]) == value([], []) == {}
+
+
 def test_a_variance_is_that_of_all_parts_together():
     x = torch.tensor([1.0, 1.5, 4.0, -2.0, math.nan])
     mask = x.isfinite()

@@ -85,6 +85,14 @@ def test_a_chat_completion_has_text_log_probs_and_usage(client):
     assert out.usage.completion_tokens == sum(len(choice.logprobs.content) for choice in out.choices)
 
 
+def test_temperature_zero_is_greedy(client):
+    said = {
+        client.chat.completions.create(model="tiny", messages=HELLO, temperature=0).choices[0].message.content
+        for _ in range(3)
+    }
+    assert len(said) == 1
+
+
 def test_a_stream_has_the_text_of_the_response_without_streaming(client):
     ask = {"model": "tiny", "messages": HELLO, "seed": 7, "n": 2, "extra_body": {"return_token_ids": True}}
     whole = client.chat.completions.create(**ask)
@@ -101,6 +109,20 @@ def test_a_stream_has_the_text_of_the_response_without_streaming(client):
         assert reasons[choice.index] == choice.finish_reason
         assert ids[choice.index] == choice.token_ids
     assert usage == whole.usage
+
+
+def test_a_stream_sends_text_before_the_response_ends():
+    sampler = TableSampler(letters())
+    with served(sampler, GenerationConfig(max_new_tokens=50_000, fixed_length=True), limit=None) as (endpoint, _):
+        client = OpenAI(base_url=f"{endpoint.url}/v1", api_key=KEY, max_retries=0)
+        with client.chat.completions.create(model="tiny", messages=HELLO, stream=True) as stream:
+            text = ""
+            for chunk in stream:
+                text += chunk.choices[0].delta.content or ""
+                if text:
+                    break
+        assert len(text) < 50_000
+        wait_until(lambda: not sampler.active)  # the client left, so its request ended
 
 
 def test_stop_strings_end_a_response_and_are_not_part_of_its_text():
@@ -173,6 +195,12 @@ def test_a_malformed_request_is_a_client_error_and_the_endpoint_continues(endpoi
     assert client.chat.completions.create(model="tiny", messages=user("x")).choices
 
 
+def test_unknown_paths_and_methods_are_errors_in_the_format_of_the_api(endpoint):
+    for out in (post(endpoint, "/v1/completions", b"{}"), httpx2.get(f"{endpoint.url}/v1/chat/completions")):
+        assert out.status_code in (404, 405)
+        assert out.json()["error"]["code"] == "not_found"
+
+
 def test_a_model_without_a_chat_template_is_a_client_error():
     sampler = TableSampler(letters())
     with closing(sampler):
@@ -224,6 +252,43 @@ def test_variables_of_the_chat_template_are_not_arguments_of_its_renderer(client
     assert raised.value.param == f"chat_template_kwargs.{name}"
     extra = {"chat_template_kwargs": {"enable_thinking": False, "documents": []}}
     assert client.chat.completions.create(model="tiny", messages=HELLO, extra_body=extra).choices
+
+
+def test_the_prompt_of_a_client_that_left_is_not_submitted():
+    sampler = TableSampler(letters())
+    with served(sampler, max_concurrent=1) as (endpoint, _):
+        session, release, rendering = opened(endpoint), threading.Event(), threading.Event()
+        renderer = endpoint.sessions.main.renderer
+        render = renderer.render
+
+        def waiting(*args, **options):
+            rendering.set()
+            assert release.wait(60)
+            return render(*args, **options)
+
+        renderer.render = waiting
+        host, path = endpoint.base_url(session).removeprefix("http://").split("/", 1)
+        head = f"POST /{path}/chat/completions HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer {session.key}\r\n"
+        with socket.create_connection(host.split(":")) as left:
+            left.sendall(f"{head}Content-Length: {len(X)}\r\n\r\n".encode() + X)
+            assert rendering.wait(60)
+        wait_until(lambda: post(endpoint, CHAT, b"{").status_code == 400)  # not 429: the request ended
+        release.set()
+        wait_until(lambda: not session.preparing.locked())
+        assert (session.started, sampler.active) == (0, [])
+        with client_of(endpoint, session) as client:
+            assert client.chat.completions.create(model="tiny", messages=HELLO).choices
+
+
+def test_names_and_arguments_that_no_text_can_be_are_client_errors(endpoint):
+    out = post(endpoint, CHAT, X.replace(b"{", b'{"\\ud800": 1, ', 1))
+    assert (out.status_code, out.json()["error"]["code"]) == (400, "unsupported_parameter")
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "[" * 100_000}}
+    messages = [*HELLO, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    assert post(endpoint, CHAT, json.dumps({"messages": messages}).encode()).status_code == 200
+    many = [{"type": "function", "function": {"name": f"f{i}"}} for i in range(129)]
+    out = post(endpoint, CHAT, json.dumps({"messages": HELLO, "tools": many}).encode())
+    assert (out.status_code, out.json()["error"]["param"]) == (400, "tools")
 
 
 @pytest.mark.parametrize("key", ["the-ke", "the-key2", "\u00e9", None])
@@ -410,6 +475,15 @@ def test_an_endpoint_raises_the_soft_limit_on_descriptors_and_leaves_half_of_the
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 256
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_client_that_does_not_read_its_stream_is_cut_off_at_the_time_limit():
+    config = GenerationConfig(max_new_tokens=10_000_000, fixed_length=True)
+    with served(config=config, limit=None, timeout_s=2.0) as (endpoint, sampler), connected(endpoint) as slow:
+        body = json.dumps({"messages": HELLO, "stream": True}).encode()
+        slow.sendall(request_head(len(body)) + body)
+        wait_until(lambda: sampler.active)
+        wait_until(lambda: not sampler.active)
 
 
 def test_a_request_that_takes_too_long_is_an_error_and_its_sampling_ends():

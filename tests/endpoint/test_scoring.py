@@ -65,6 +65,11 @@ def test_a_number_of_most_likely_tokens_out_of_range_is_an_error(client, top):
     assert raised.value.param == "top_logprobs"
 
 
+def test_most_likely_tokens_need_logprobs(client):
+    with pytest.raises(openai.BadRequestError, match="requires logprobs=true"):
+        client.chat.completions.create(model="m", messages=HELLO, top_logprobs=2)
+
+
 def test_long_texts_are_scored_in_chunks(monkeypatch):
     engine = tiny_engine()
     ids = torch.randint(3, 90, (50,), generator=torch.Generator().manual_seed(0)).tolist()
