@@ -29,7 +29,7 @@ from transformers.utils import logging
 from realign.api import Mean, MicroBatchSpec, Model, ModelInterface, SequenceSample, Stats, merge_stats
 from realign.demo.arithmetic import prepare
 from realign.interfaces.dpo import DPOInterface, DPOLoss
-from realign.interfaces.kto import KTOInterface, KTOReferenceInterface, mismatched
+from realign.interfaces.kto import KTOInterface, KTOReferenceInterface, mismatch_responses
 from realign.interfaces.reward_model import RewardModelInterface
 
 GOAL = 2e-6
@@ -175,7 +175,7 @@ def trl_loss(method: Method, network: Any, reference: Any, tokenizer: Any, data:
         del pairs["completion_mask"]
         return trainer.compute_loss(network, pairs)
     if method.trainer == "KTO":
-        other = mismatched(data)
+        other = mismatch_responses(data)
         kl = padded(list(other.sequences()), list(other.sequences("loss_mask")))
         own = padded(ids, trained)
         inputs = {key: own[key] for key in ("input_ids", "attention_mask", "completion_mask")}

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from typing_extensions import override
 
-from realign.api.engine import Forward, LossFn, PostHook, measured
+from realign.api.engine import Forward, LossFn, PostHook, run_loss
 from realign.api.generation import GenerationConfig
 from realign.api.lengths import Lengths
 from realign.api.memory import MemoryWork, RoleMemory
@@ -161,7 +161,7 @@ class DeepSpeedEngine(TransformersEngine):
 
     @override
     def measure(self, data: SequenceSample, mb_spec: MicroBatchSpec, loss_fn: LossFn) -> Stats:
-        return self._over_ranks(measured(self.forward_part, self._own_part("measure", data), mb_spec, loss_fn))
+        return self._over_ranks(run_loss(self.forward_part, self._own_part("measure", data), mb_spec, loss_fn))
 
     def _in_parts(
         self, method: str, data: SequenceSample, key: str, compute: Callable[[SequenceSample], SequenceSample]
@@ -182,7 +182,7 @@ class DeepSpeedEngine(TransformersEngine):
 
     @override
     def accumulate(self, part: SequenceSample, mb_spec: MicroBatchSpec, loss_fn: LossFn, weight: Tensor) -> Stats:
-        stepper = self._trained()
+        stepper = self._require_stepper()
         assert isinstance(stepper, ZeroStepper)
         stepper.zero_grad()
         passes = self.network.passes(part, mb_spec, training=True)
@@ -280,7 +280,7 @@ class ZeroStepper(Stepper):
     def __init__(self, name: str, spec: OptimizerSpec, network: Network, stage: int) -> None:
         import deepspeed
 
-        super().__init__(name, spec, network.owned(), host=network.host)
+        super().__init__(name, spec, network.own_parameters(), host=network.host)
         self._ranks = current()
         self._sharded: Any = spec.build(self.parameters)
         self._update, self._pending, self._discards = self._sharded.step, False, False

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from realign.errors import DataError
-from realign.text import shortened
+from realign.text import shorten
 
 _LONGEST_MESSAGE = 2000
 
@@ -54,5 +54,5 @@ def template_errors() -> Iterator[None]:
     try:
         yield
     except Exception as error:  # templates are programs: they can raise any exception
-        message = shortened(str(error), _LONGEST_MESSAGE)
+        message = shorten(str(error), _LONGEST_MESSAGE)
         raise DataError(f"the chat template failed: {type(error).__name__}: {message}") from error

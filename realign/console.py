@@ -78,7 +78,7 @@ def lasting_console(console: Console | None = None) -> Iterator[LastingStream]:
     """
     before = sys.stdout, sys.stderr
     own = None if console is None or console.file in before else console.file
-    out, err = map(_lasting, before)
+    out, err = map(_make_lasting, before)
     sys.stdout, sys.stderr = out, err
     if console is not None and own is not None:
         console.file = LastingStream(own)  # type: ignore[assignment]
@@ -93,7 +93,7 @@ def lasting_console(console: Console | None = None) -> Iterator[LastingStream]:
             console.file = own
 
 
-def _lasting(stream: IO[str] | LastingStream | None) -> LastingStream:
+def _make_lasting(stream: IO[str] | LastingStream | None) -> LastingStream:
     if isinstance(stream, LastingStream):
         return stream
     # without an open descriptor, the next file that is opened would be stdout, and get what is printed

@@ -92,7 +92,7 @@ def to_text(graph: DataflowGraph, notes: Mapping[str, str] = NO_NOTES) -> str:
 def to_mermaid(graph: DataflowGraph, notes: Mapping[str, str] = NO_NOTES) -> str:
     """Return a Mermaid flowchart: boxes colored by role, edges labeled with keys. `notes` are texts by role."""
 
-    def quoted(text: str) -> str:
+    def quote(text: str) -> str:
         return escape(text, quote=False).replace('"', "#quot;")  # Mermaid's own entity: a quote would end the label
 
     boxes, lines = _boxes(graph, notes), ["flowchart TD"]
@@ -100,15 +100,15 @@ def to_mermaid(graph: DataflowGraph, notes: Mapping[str, str] = NO_NOTES) -> str
     members: dict[str, list[str]] = {role: [] for role, *_ in boxes.values()}
     for name, (role, detail, _) in boxes.items():
         members[role].append(nodes[name])
-        box = f'["<b>{quoted(name)}</b><br/>{quoted(detail)}"]' if role else f"[({name})]"
+        box = f'["<b>{quote(name)}</b><br/>{quote(detail)}"]' if role else f"[({name})]"
         lines.append(f"  {nodes[name]}{box}")
     for i, flow in enumerate(flows(graph)):
-        keys, source = "<br/>".join(map(quoted, flow.keys)), nodes[flow.source]
+        keys, source = "<br/>".join(map(quote, flow.keys)), nodes[flow.source]
         arrow = f'-- "{keys}" -->' if keys else "-.->"
         lines += [f"  {source} {arrow} {nodes[target]}" for target in flow.targets]
         if flow.role:
             members[flow.role].append(f"end{i}")
-        for note in map(quoted, flow.note):
+        for note in map(quote, flow.note):
             end = f'== "{keys}" ==> end{i}[("{note}")]' if flow.role else f'-. "{keys}" .-> end{i}>"{note}"]'
             lines.append(f"  {source} {end}")
     style = {role: color for role, _, color in boxes.values()}

@@ -252,9 +252,9 @@ class OwnFiles:
             OSError: the folder cannot be written to.
         """
         self.check(*names)
-        self.adopt(*names)
+        self.record_existing(*names)
 
-    def adopt(self, *names: str) -> None:
+    def record_existing(self, *names: str) -> None:
         """Record names of a run that goes on, whose list may be gone."""
         named = {entry["path"] for entry in self._entries() if "files" not in entry}
         if new := [name for name in names if name not in named]:

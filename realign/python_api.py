@@ -29,14 +29,14 @@ from omegaconf import OmegaConf
 from rich.console import Console
 
 from realign.cache_folder import Cache
-from realign.cli.chat import Chat, typed_lines
+from realign.cli.chat import Chat, read_lines
 from realign.cli.commands import use_expandable_segments
 from realign.cli.exit_codes import plain_warnings
 from realign.cli.export import Export, model_or_run
 from realign.cli.train import build, console, is_one_of_many, record, run_alone
 from realign.config.aliases import translate
 from realign.config.classes import import_path
-from realign.config.command_line import prepare, quoted_text
+from realign.config.command_line import prepare, quote_text
 from realign.config.composition import Composed, compose_layers
 from realign.config.construct import fill
 from realign.config.errors import suggest
@@ -46,7 +46,7 @@ from realign.config.words import TARGET
 from realign.console import lasting_console
 from realign.errors import ConfigError, DataError, RealignError, RunComplete
 from realign.own_files import OwnFiles, move, open_new, refuse_link, remove_scratch
-from realign.records.metrics.samples import spoken
+from realign.records.metrics.samples import as_one_line
 from realign.report.compare import comparison
 from realign.report.data import status
 from realign.report.files import METRICS, check_run, json_lines, run_info, summary
@@ -162,7 +162,7 @@ class Run:
         output = Console()
         for sample in shown:
             reward = "none" if sample["reward"] is None else f"{sample['reward']:.4g}"
-            line = f"step {sample['step']}: reward {reward}  {spoken(sample)}"
+            line = f"step {sample['step']}: reward {reward}  {as_one_line(sample)}"
             output.print(line, markup=False, highlight=False, soft_wrap=True)
         return Samples(shown)
 
@@ -324,7 +324,7 @@ def chat(model: StrPath | Run, *messages: str, **settings: Any) -> list[str]:
     say: Callable[[str], None] = answers.append
     if not messages:
         say = partial(Console().print, markup=False, highlight=False, soft_wrap=True)
-    fill(Chat, values, "").talk(messages or typed_lines(), say)
+    fill(Chat, values, "").talk(messages or read_lines(), say)
     return answers
 
 
@@ -354,7 +354,7 @@ class _Call:
     ) -> _Call:
         if os.getcwd() not in sys.path:
             sys.path.append(os.getcwd())  # as on the command line, for `_target_` in a file of the current folder
-        model, tokenizer, data, reward, overrides = _named_as_in_trl(model, tokenizer, data, reward, overrides)
+        model, tokenizer, data, reward, overrides = _from_trl_names(model, tokenizer, data, reward, overrides)
         writer = _Writer()
         words = [f"experiment={os.fspath(experiment)}"]
         for key, value in overrides.items():
@@ -409,14 +409,14 @@ class _Writer:
                 raise ConfigError(
                     f"model: this {type(model).__name__} has no name to find its tokenizer by. Add tokenizer=TOKENIZER."
                 )
-            model = _saved(model, composed())
+            model = _save(model, composed())
         if isinstance(model, str | os.PathLike | Run):
             yield from self.overrides("model", model)
         elif model is not None:
-            yield from self.overrides(_trained(composed()), model)
+            yield from self.overrides(_key_of_trained(composed()), model)
         if tokenizer is not None:
-            tokenizer = _saved(tokenizer, composed()) if isinstance(tokenizer, _Pretrained) else tokenizer
-            yield from self.overrides(f"{_trained(composed())}.tokenizer", tokenizer)
+            tokenizer = _save(tokenizer, composed()) if isinstance(tokenizer, _Pretrained) else tokenizer
+            yield from self.overrides(f"{_key_of_trained(composed())}.tokenizer", tokenizer)
 
     def reward(self, reward: Any) -> Iterator[str]:
         """Yield the overrides of the argument `reward`."""
@@ -476,7 +476,7 @@ _OF_TRL = {"train_dataset": "data", "reward_funcs": "reward", "processing_class"
 """Arguments of TRL's trainers that are others of ours."""
 
 
-def _named_as_in_trl(
+def _from_trl_names(
     model: Any, tokenizer: Any, data: Any, reward: Any, overrides: Mapping[str, Any]
 ) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
     """Return the arguments of `train` under our names.
@@ -539,13 +539,13 @@ def _importable(function: Any) -> str | None:
     return None
 
 
-def _trained(composed: Composed) -> str:
+def _key_of_trained(composed: Composed) -> str:
     """Return the key of the model that an experiment trains."""
     roles = composed.tree["models"]
     return "models." + ("actor" if "actor" in roles else next(iter(roles), "actor"))
 
 
-def _saved(thing: _Pretrained, composed: Composed) -> Path:
+def _save(thing: _Pretrained, composed: Composed) -> Path:
     """Return a folder below `output_dir` with a model or tokenizer. Equal ones have the same, as resuming needs."""
     folder = Path(str(OmegaConf.select(composed.with_hydra(), "output_dir")), START)
     refuse_link(folder)
@@ -577,10 +577,10 @@ def _file_of(key: str, rows: Any) -> Any:
     if isinstance(rows, str | os.PathLike):
         return os.fspath(rows)
     if isinstance(rows, _Table):
-        return _stored(partial(_write_table, key, rows), "parquet")
+        return _store_rows(partial(_write_table, key, rows), "parquet")
     rows = list(rows) if isinstance(rows, Iterable) else rows
     if _are_rows(rows):
-        return _stored(partial(_write_lines, key, rows), "jsonl")
+        return _store_rows(partial(_write_lines, key, rows), "jsonl")
     return rows
 
 
@@ -588,8 +588,8 @@ def _write_table(key: str, table: _Table, path: Path) -> None:
     try:
         table.to_parquet(path)
     except Exception as error:  # of pyarrow, or of the text in a cell
-        said = [str(error)] if isinstance(error, UnicodeError) else map(str, error.args)  # pyarrow: what, and where
-        reason = " ".join(" ".join(said).split())
+        reasons = [str(error)] if isinstance(error, UnicodeError) else map(str, error.args)  # pyarrow: what, and where
+        reason = " ".join(" ".join(reasons).split())
         raise DataError(
             f"{key}: the table cannot be written: {reason}. Give each column values of one type, such as text with "
             "astype(str), or pass a list of dicts."
@@ -610,7 +610,7 @@ def _write_lines(key: str, rows: Iterable[Mapping[str, Any]], path: Path) -> Non
                 ) from error
 
 
-def _stored(write: Callable[[Path], Any], ending: str) -> str:
+def _store_rows(write: Callable[[Path], Any], ending: str) -> str:
     """Return the path of a file in the user's cache with these rows. Equal rows have the same, as resuming needs."""
     with tempfile.TemporaryDirectory() as scratch:
         file = Path(scratch, f"rows.{ending}")
@@ -634,7 +634,7 @@ def _text(key: str, value: Any) -> str:
     if isinstance(value, Real):
         return repr(float(value))
     if isinstance(value, str):
-        return value if _PLAIN.fullmatch(value) and value.lower() not in _KEYWORDS else quoted_text(value)
+        return value if _PLAIN.fullmatch(value) and value.lower() not in _KEYWORDS else quote_text(value)
     if isinstance(value, list):
         return f"[{','.join(_text(key, item) for item in value)}]"
     if isinstance(value, Mapping):

@@ -81,9 +81,9 @@ class Ranks:
         # forever.
         result, failure = self.broadcast((result, error and _sendable(error)))
         if error is not None:
-            raise _marked(error, _EVERYWHERE)  # the original error, with its traceback
+            raise _mark(error, _EVERYWHERE)  # the original error, with its traceback
         if failure is not None:
-            raise _marked(failure, _MARK)
+            raise _mark(failure, _MARK)
         return result  # type: ignore[return-value]
 
     def together(self, action: Callable[[], T]) -> T:
@@ -101,9 +101,9 @@ class Ranks:
         # Every rank takes part, also one that failed, so that none waits for it.
         failure = self.first(error and _sendable(error))
         if error is not None:
-            raise _marked(error, _EVERYWHERE)
+            raise _mark(error, _EVERYWHERE)
         if failure is not None:
-            raise _marked(failure, _MARK)
+            raise _mark(failure, _MARK)
         return result  # type: ignore[return-value]
 
 
@@ -121,7 +121,7 @@ def is_on_all_ranks(error: BaseException) -> bool:
     return current().size == 1 or bool({_MARK, _EVERYWHERE} & vars(error).keys())
 
 
-def _marked(error: Exception, mark: str) -> Exception:
+def _mark(error: Exception, mark: str) -> Exception:
     vars(error)[mark] = True
     return error
 
@@ -138,7 +138,7 @@ def _sendable(error: Exception) -> Exception:
         return RuntimeError(f"{type(error).__name__}: {error}")
 
 
-def launched() -> Ranks:
+def ranks_of_launcher() -> Ranks:
     """Return the ranks that a launcher has configured (`LAUNCHED`), whether or not they have joined; else one rank.
 
     Raises:
@@ -154,7 +154,7 @@ def launched() -> Ranks:
 
 def expected_size() -> int:
     """Return the number of ranks of this run, whether or not they have joined."""
-    return max(current().size, launched().size)
+    return max(current().size, ranks_of_launcher().size)
 
 
 def command_words() -> list[str]:

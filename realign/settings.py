@@ -100,12 +100,12 @@ class Settings:
         hints = _hints(type(self))
         for field in fields(self):
             given = getattr(self, field.name)
-            value = checked(field.name, given, hints[field.name])
+            value = check_value(field.name, given, hints[field.name])
             if value is not given:
                 object.__setattr__(self, field.name, value)  # also of a frozen dataclass
         for name, reason in self.ineffective().items():
             if (value := getattr(self, name)) != default_of(type(self), name):
-                raise NoEffectError(type(self), name, _shown(value), reason)
+                raise NoEffectError(type(self), name, _format(value), reason)
 
     def ineffective(self) -> Mapping[str, str]:
         """Return the fields that change nothing beside the values of the others, each with the reason and a cure.
@@ -122,7 +122,7 @@ def default_of(kind: type, name: str) -> Any:
     return field.default if field.default_factory is MISSING else field.default_factory()
 
 
-def _shown(value: Any) -> str:
+def _format(value: Any) -> str:
     """Return a value as it is written on the command line; empty for a component."""
     if is_dataclass(value):
         return ""
@@ -169,7 +169,7 @@ class StandIn(Protocol):
         """
 
 
-def checked(name: str, value: Any, annotation: Any) -> Any:
+def check_value(name: str, value: Any, annotation: Any) -> Any:
     """Validate the value of a field and return it, with the name of an enum member replaced by the member.
 
     Values of other types are returned unchanged, since a type checker (in Python) or `realign.config` (in YAML)
@@ -272,6 +272,6 @@ __all__ = [
     "Positive",
     "Range",
     "Settings",
-    "checked",
+    "check_value",
     "choices_of",
 ]

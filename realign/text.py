@@ -20,7 +20,7 @@ def visible(text: str) -> str:
     return "".join(c if c in "\n\t" or unicodedata.category(c) not in _INVISIBLE else repr(c)[1:-1] for c in text)
 
 
-def shortened(text: str, longest: int) -> str:
+def shorten(text: str, longest: int) -> str:
     """Return the text with at most `longest` characters of its start and end; the middle is replaced by a count."""
     if len(text) <= longest:
         return text
@@ -36,7 +36,7 @@ def for_terminal(text: str) -> str:
 
     A text of more than 20,000 characters loses its middle.
     """
-    return visible(_USER.sub("***@", shortened(text, 20_000)))
+    return visible(_USER.sub("***@", shorten(text, 20_000)))
 
 
 def headline(message: str) -> str:

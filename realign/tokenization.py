@@ -103,11 +103,11 @@ class Tokens:
     def _apart(self, parts: Sequence[tuple[str, bool]]) -> list[list[int]]:
         divided, last = list[list[int]](), None
         for text, _ in parts:
-            divided.append(self.following(text, last) if any(divided) else next(self.encode([text])))
+            divided.append(self.encode_following(text, last) if any(divided) else next(self.encode([text])))
             last = divided[-1][-1] if divided[-1] else last
         return divided
 
-    def following(self, text: str, last: int | None = None) -> list[int]:
+    def encode_following(self, text: str, last: int | None = None) -> list[int]:
         """Return the token ids of a text that follows other text.
 
         Args:
@@ -132,33 +132,33 @@ class Tokens:
             special: whether to include special tokens.
         """
         if not self._separates:
-            return self._continued(ids, before, special)
+            return self._decode_after(ids, before, special)
         texts, last = list[str](), list(before)
         for added, run in groupby(ids, key=self._added.__contains__):
             own = list(run)
             after_added = last and last[-1] in self._added
-            texts.append(self._decoded(own, special) if added or after_added else self._continued(own, last, special))
+            texts.append(self._decode(own, special) if added or after_added else self._decode_after(own, last, special))
             last = own
         return "".join(texts)
 
-    def _continued(self, ids: Sequence[int], before: Sequence[int], special: bool) -> str:
+    def _decode_after(self, ids: Sequence[int], before: Sequence[int], special: bool) -> str:
         for tokens in range(_CONTEXT, _CONTEXT + 4) if before else ():
             context = before[-tokens:]
-            head = self._decoded(context, special)
+            head = self._decode(context, special)
             if head.startswith("\ufffd") and len(before) > tokens:  # the context begins within a character
                 continue
-            text = self._decoded([*context, *ids], special)
+            text = self._decode([*context, *ids], special)
             if text.startswith(head):
                 return text[len(head) :]
             break
-        return self._decoded(ids, special)
+        return self._decode(ids, special)
 
     def texts(self, ids: Iterable[int], *, special: bool = True) -> list[str]:
         """Return the text of each token, as it is within a text; see `decode`."""
         before = next(self.encode([_ANCHORS[-1]]))
         return [self.decode([i], before, special=special) for i in ids]
 
-    def _decoded(self, ids: Sequence[int], special: bool) -> str:
+    def _decode(self, ids: Sequence[int], special: bool) -> str:
         return str(
             self.tokenizer.decode(list(ids), skip_special_tokens=not special, clean_up_tokenization_spaces=False)
         )
@@ -203,7 +203,9 @@ class Tokens:
     def _separates(self) -> bool:
         """Whether a text after an added token begins with the blank that the tokenizer puts before a whole text."""
         last = next(iter(self._added), None)
-        return last is not None and next(self.encode(["x"])) == self.following("x", last) != self.following("x")
+        return last is not None and next(self.encode(["x"])) == self.encode_following(
+            "x", last
+        ) != self.encode_following("x")
 
     @cached_property
     def _firm(self) -> frozenset[int]:
@@ -232,7 +234,7 @@ class Tokens:
         return borders
 
 
-def started(ids: list[int], start: Sequence[int]) -> list[int]:
+def with_start(ids: list[int], start: Sequence[int]) -> list[int]:
     """Return token ids with the `start` tokens before them, unless they begin with these."""
     first = list(start)
     return ids if ids[: len(first)] == first else first + ids

@@ -1257,12 +1257,12 @@ def resolved(words: Sequence[str], config_dir: str | None) -> dict[str, Any]:
     A run writes the same values to config.yaml in its folder.
     """
     try:
-        from realign.cli.train import built
+        from realign.cli.train import build_experiment_of
     except ImportError:
         from realign.config import build_experiment, compose
 
         return dict(build_experiment(compose(list(words), config_dir)).resolved)
-    return dict(built(list(words), config_dir).resolved)
+    return dict(build_experiment_of(list(words), config_dir).resolved)
 
 
 def call(words: Sequence[str], folder: str = ".") -> Entry:

@@ -86,7 +86,7 @@ class Actor(ModelInterface):
             longest_response=g.max_new_tokens,
             temperature=g.temperature,
             sampler=g.describe(),
-            exact_sampling=not g.distorted(),
+            exact_sampling=not g.distortions(),
         )
 
 

@@ -14,7 +14,7 @@ import yaml
 
 from realign.api import MicroBatchSpec
 from realign.cli import commands as cli
-from realign.config import ConfigError, build_experiment, compose, resolved_config
+from realign.config import ConfigError, build_experiment, compose, resolve_config
 from realign.config.construct import import_target
 from realign.config.experiment import as_node
 from realign.config.files import experiments_dir, list_algorithms, list_experiments
@@ -82,7 +82,7 @@ def resolved(overrides: list[str]) -> tuple[Experiment, dict[str, Any]]:
     config = compose(overrides)
     made = build_experiment(config)
     check_parts(made)
-    values = resolved_config(config, made)
+    values = resolve_config(config, made)
     for group, given in (("models", config.models), ("interfaces", config.interfaces)):
         values[group] = {role: values[group][role] for role in given}  # excludes roles that follow from settings
     return made, values

@@ -19,7 +19,7 @@ from realign.config import (
     build_experiment,
     build_graph,
     compose,
-    resolved_config,
+    resolve_config,
 )
 from realign.config.composition import config_of
 from realign.config.construct import convert
@@ -422,7 +422,7 @@ def test_the_sampler_of_a_model_is_set_by_field_or_by_class():
 def test_the_resolved_config_holds_every_default_and_builds_the_same_run(folder):
     config = compose(["experiment=bigram", "interfaces.actor.adv_norm.std=none", "seed=3"], folder)
     experiment = build_experiment(config)
-    plain = yaml.safe_load(yaml.safe_dump(resolved_config(config, experiment)))
+    plain = yaml.safe_load(yaml.safe_dump(resolve_config(config, experiment)))
     assert plain["interfaces"]["actor"]["objective"]["low"] == 0.2
     assert plain["interfaces"]["actor"]["adv_norm"]["std"] == "none"
     assert plain["graph"] == {"_target_": "realign.interfaces.grpo.dataflow"}

@@ -12,7 +12,7 @@ import torch
 from realign.api import GenerationConfig, MicroBatchSpec
 from realign.config import build_experiment, compose
 from realign.demo.__main__ import main as demo
-from realign.demo.arithmetic import add_without_carry, prepare, readable, written
+from realign.demo.arithmetic import add_without_carry, prepare, readable, write_number
 from realign.functional import KLEstimator
 from realign.interfaces.components import KLPenalty, KLPlace
 from realign.interfaces.grpo import GRPOActorInterface
@@ -236,7 +236,7 @@ def test_the_task_holds_out_both_orders_and_spoils_demonstrations(task):
     assert not held_out & pairs(task.prompts)
     worked = [json.loads(line) for line in task.demonstrations.read_text().splitlines()]
     assert not held_out & pairs(task.demonstrations)
-    right = [written(sum(map(int, row["prompt"].rstrip("=").split("+")))) == row["response"] for row in worked]
+    right = [write_number(sum(map(int, row["prompt"].rstrip("=").split("+")))) == row["response"] for row in worked]
     # a quarter of the answers are right on purpose, plus those without a carry
     assert 0.25 <= sum(right) / len(right) < 0.75
     assert add_without_carry(37, 45) == 72

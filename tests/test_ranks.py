@@ -12,7 +12,7 @@ import pytest
 
 from realign.cli import commands as cli
 from realign.errors import ConfigError
-from realign.ranks import Ranks, current, is_of_another_rank, launched
+from realign.ranks import Ranks, current, is_of_another_rank, ranks_of_launcher
 from realign.records.checkpoint.saved_models import Saves
 from tests.engines.distributed.run_ranks import run_ranks
 from tests.torchrun_ranks import free_port
@@ -34,19 +34,19 @@ def test_one_process_is_its_own_leader_and_needs_nobody() -> None:
 
 def test_ranks_are_those_of_the_launcher(monkeypatch) -> None:
     for name, value in {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
-        assert launched() == Ranks()
+        assert ranks_of_launcher() == Ranks()
         monkeypatch.setenv(name, value)
-    assert launched() == Ranks(1, 3)
+    assert ranks_of_launcher() == Ranks(1, 3)
     monkeypatch.setenv("WORLD_SIZE", "1")
-    assert launched() == Ranks()
+    assert ranks_of_launcher() == Ranks()
     monkeypatch.setenv("WORLD_SIZE", "3")
     for rank in ("3", "-1"):
         monkeypatch.setenv("RANK", rank)
         with pytest.raises(ConfigError, match=rf"RANK={rank}: must be at least 0 and below WORLD_SIZE=3\."):
-            launched()
+            ranks_of_launcher()
     monkeypatch.setenv("WORLD_SIZE", "x")
     with pytest.raises(ConfigError, match=r"must be an integer. Start the run with torchrun, or unset"):
-        launched()
+        ranks_of_launcher()
 
 
 class Picky(Exception):

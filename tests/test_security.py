@@ -22,7 +22,7 @@ import realign
 from realign.api import RPC, DataflowGraph
 from realign.cli.commands import main
 from realign.cli.sweep import compose_runs
-from realign.config import ConfigError, build_experiment, compose, resolved_config
+from realign.config import ConfigError, build_experiment, compose, resolve_config
 from realign.config.composition import config_of
 from realign.draw import FORMATS
 from realign.engines import TransformersModel
@@ -86,7 +86,7 @@ def whole() -> dict[str, Any]:
             "+data.split.part=0",
         ]
     )
-    return resolved_config(config, build_experiment(config))
+    return resolve_config(config, build_experiment(config))
 
 
 @pytest.mark.parametrize("target", [*TARGETS[:3], *(pytest.param(t, marks=pytest.mark.slow) for t in TARGETS[3:])])

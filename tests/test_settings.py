@@ -19,7 +19,7 @@ from realign.data import PromptData
 from realign.engines import TransformersModel
 from realign.errors import RealignError, SettingsError
 from realign.interfaces.environment import EnvironmentInterface
-from realign.settings import Count, Fraction, Range, Settings, checked, choices_of
+from realign.settings import Count, Fraction, Range, Settings, check_value, choices_of
 
 
 def settings_classes() -> list[type[Settings]]:
@@ -125,9 +125,9 @@ def test_every_range_refuses_what_is_outside_and_names_the_field(cls, name, anno
 
 
 def test_none_passes_only_if_the_annotation_allows_it():
-    assert checked("n", None, Count | None) is None
+    assert check_value("n", None, Count | None) is None
     with pytest.raises(SettingsError, match=r"^n must not be null; valid: a whole number at least 1$"):
-        checked("n", None, Count)
+        check_value("n", None, Count)
 
 
 @pytest.mark.parametrize(
@@ -139,11 +139,11 @@ def test_none_passes_only_if_the_annotation_allows_it():
 )
 def test_metadata_of_pydantic_is_enforced_too(annotation, value, message):
     with pytest.raises(SettingsError, match=rf"^size={value!r}: .*{message}"):
-        checked("size", value, annotation)
+        check_value("size", value, annotation)
 
 
 def test_python_converts_no_number():
-    assert isinstance(checked("low", 1, Fraction), int)
+    assert isinstance(check_value("low", 1, Fraction), int)
     for value in (True, "1", [1]):
         with pytest.raises(SettingsError, match="must be a whole number at least 1"):
-            checked("n", value, Count)
+            check_value("n", value, Count)

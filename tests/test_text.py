@@ -7,7 +7,7 @@ import unicodedata
 
 import pytest
 
-from realign.text import for_terminal, headline, log_file, part_over, shortened, visible
+from realign.text import for_terminal, headline, log_file, part_over, shorten, visible
 
 
 def raised(error: BaseException) -> str:
@@ -39,8 +39,8 @@ def test_a_text_for_the_terminal_has_no_user_of_a_url():
 
 
 def test_a_shortened_text_keeps_its_start_and_end():
-    assert shortened("abc", 3) == "abc"
-    assert shortened("a" * 50 + "b" * 50, 10) == "aaaaa ... (90 characters omitted) ... bbbbb"
+    assert shorten("abc", 3) == "abc"
+    assert shorten("a" * 50 + "b" * 50, 10) == "aaaaa ... (90 characters omitted) ... bbbbb"
 
 
 def test_the_headline_of_a_traceback_is_its_last_exception_without_notes():

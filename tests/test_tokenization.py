@@ -92,7 +92,7 @@ def test_the_text_of_tokens_after_others_is_the_text_that_they_came_from(kind, b
     context = ids_of(tokenizer, before)
     if tokenizer.decode(context) != before or not context or text.startswith(("\u0301", "~~")) or "||" in before + text:
         return
-    ids = tokens.following(text, context[-1])
+    ids = tokens.encode_following(text, context[-1])
     if "~~" not in text and "▁" not in text:
         assert tokens.decode(ids, context) == text
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from benchmarks.referee.batches import packed, padded
 from realign.api import MicroBatchSpec, Model, ModelInterface, SequenceSample, Stats
 from realign.config import build_experiment, compose
-from realign.interfaces.kto import KTOReferenceInterface, mismatched
+from realign.interfaces.kto import KTOReferenceInterface, mismatch_responses
 
 TO_COMPOSE = {
     "grpo": ("interfaces.reward.function=reward.py:score",),
@@ -102,7 +102,7 @@ def run(kind: str, batch: dict[str, Tensor], overrides: Sequence[str]) -> tuple[
 def with_mismatched(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """Add the log-prob [S] of the response that KTO pairs with each prompt, under the policy and the reference."""
     data = packed(batch)
-    other = mismatched(data.select(["input_ids", "prompt_mask", "loss_mask"]))
+    other = mismatch_responses(data.select(["input_ids", "prompt_mask", "loss_mask"]))
     sums = {}
     for key in ("new", "ref"):
         flat = torch.cat([torch.zeros(1), batch[key].view(-1)])

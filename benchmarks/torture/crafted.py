@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from realign.records.checkpoint.folder import MANIFEST, STATE, facts_of, rendered_manifest
+from realign.records.checkpoint.folder import MANIFEST, STATE, facts_of, render_manifest
 
 Place: TypeAlias = tuple[Any, ...]
 
@@ -89,4 +89,4 @@ def craft(checkpoint: Path, state: str) -> None:
     manifest = json.loads((checkpoint / MANIFEST).read_bytes())
     del manifest["sha256"]
     manifest["files"][STATE] = facts_of(checkpoint / STATE)
-    (checkpoint / MANIFEST).write_bytes(rendered_manifest(manifest))
+    (checkpoint / MANIFEST).write_bytes(render_manifest(manifest))

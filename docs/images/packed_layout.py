@@ -89,7 +89,7 @@ def own_lengths(picture: Picture, sample: SequenceSample) -> None:
     shifted = [t + (t >= first) for t in range(total)]  # one empty cell between the two prompts
     spans = [(t, t + 1) for t in shifted]
     picture.row(key, "", spans, [str(i) for i in sample[key].tolist()], [GIVEN] * total)
-    lengths = [list(n) for n in sample.lengths[key].nested()]
+    lengths = [list(n) for n in sample.lengths[key].as_tuples()]
     picture.text(LEFT + (total + 2) * CELL, picture.y - 8, f"a key with its own lengths: {lengths}", "start", MUTED)
 
 

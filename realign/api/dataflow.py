@@ -56,7 +56,7 @@ class RPC:
                 raise GraphError(
                     f"RPC {self.name!r}: {name} must be a tuple of names, found {names!r}. Write ({names!r},)"
                 )
-            if twice := _repeated(names):
+            if twice := _find_repeated(names):
                 raise GraphError(f"RPC {self.name!r}: {name} contains {twice!r} twice. List each name once")
         if self.method not in METHODS:
             raise GraphError(f"RPC {self.name!r}: unknown method {self.method!r}{nearest(self.method, METHODS)}")
@@ -81,11 +81,11 @@ class RPC:
                     f"RPC {self.name!r}: rename contains {key!r}, which is not one of its inputs or outputs"
                     f"{nearest(key, declared)}"
                 )
-        if twice := _repeated(self.rename.values()):
+        if twice := _find_repeated(self.rename.values()):
             raise GraphError(f"RPC {self.name!r}: rename maps two names to {twice!r}. Rename only one of them")
         ours = {graph: interface for interface, graph in self.rename.items()}
         for keys in (self.inputs, self.outputs):
-            if twice := _repeated(ours.get(key, key) for key in keys):
+            if twice := _find_repeated(ours.get(key, key) for key in keys):
                 raise GraphError(
                     f"RPC {self.name!r}: rename={dict(self.rename)} gives two of the keys {', '.join(keys)} the same "
                     f"name {twice!r} in the interface. Rename both"
@@ -141,7 +141,7 @@ class DataflowGraph:
 
     def __post_init__(self) -> None:
         names = [r.name for r in self.rpcs]
-        if twice := _repeated(names):
+        if twice := _find_repeated(names):
             raise GraphError(f"Duplicate RPC name {twice!r}. Names must be unique")
         known = {*self.dataset_keys, *(k for r in self.rpcs for k in r.outputs)}
         for rpc in self.rpcs:
@@ -294,7 +294,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
     return f"{hint} (valid: {', '.join(known) or 'none'})"
 
 
-def _repeated(names: Iterable[str]) -> str | None:
+def _find_repeated(names: Iterable[str]) -> str | None:
     return next((name for name, times in Counter(names).items() if times > 1), None)
 
 
@@ -357,7 +357,7 @@ def rl_graph(interfaces: Mapping[str, ModelInterface]) -> DataflowGraph:
     scorers = {"actor" if role == "prox" else role: key for role, key in scorers.items()}
     for role, key in sorted(scorers.items(), key=lambda item: item[0] == "actor"):
         names = {"logprobs": key} | ({"hidden": hidden} if (hidden := f"{role}{HIDDEN}") in needs else {})
-        inputs = (*scored, *(replayed if role == "actor" else masks), *prompted(interfaces, role))
+        inputs = (*scored, *(replayed if role == "actor" else masks), *prompt_keys_of(interfaces, role))
         rpcs.append(RPC(f"{role}_inf", role, "inference", inputs, tuple(names.values()), rename=names))
         keys += names.values()
     if "values" in needs:
@@ -382,7 +382,7 @@ def rl_graph(interfaces: Mapping[str, ModelInterface]) -> DataflowGraph:
     return DataflowGraph(tuple(rpcs), dataset_keys=("prompt_ids", *rows, *text), results=tuple(results))
 
 
-def prompted(interfaces: Mapping[str, ModelInterface], role: str) -> tuple[str, ...]:
+def prompt_keys_of(interfaces: Mapping[str, ModelInterface], role: str) -> tuple[str, ...]:
     """Return the keys that a role reads in `inference` if it scores responses after other prompts."""
     needs = interfaces[role].keys("inference").needs if role in interfaces else {}
     return tuple(key for key in ("prompt_mask", "row") if key in needs)
@@ -394,12 +394,12 @@ def _sampling_calls(interfaces: Mapping[str, ModelInterface], *, scored: bool) -
         samples = role != "actor" and implements(type(interface), "generate")
         written = interface.keys("generate").writes or frozenset() if samples else frozenset()
         if "rewards" in written:
-            outputs = (*SAMPLED, *sorted(written - set(SAMPLED)), *reported(interface, "generate"))
+            outputs = (*SAMPLED, *sorted(written - set(SAMPLED)), *named_reward_outputs(interface, "generate"))
             rewards: list[str] = [key for key in ("rewards", "dense_rewards") if key in written]
             return [RPC(f"{role}_gen", role, "generate", ("prompt_ids", "row"), outputs)], rewards
     dense = "reward" in interfaces and "dense_rewards" in (interfaces["reward"].keys("inference").writes or ())
     scores = ["rewards", "dense_rewards"] if dense else ["rewards"]
-    named = reported(interfaces["reward"], "inference") if "reward" in interfaces else ()
+    named = named_reward_outputs(interfaces["reward"], "inference") if "reward" in interfaces else ()
     writes = interfaces["actor"].keys("generate").writes or frozenset()
     recorded = [key for key in REPLAYED if key in writes]
     sample = RPC("actor_gen", "actor", "generate", inputs=("prompt_ids",), outputs=(*SAMPLED, *recorded))
@@ -411,7 +411,7 @@ def _sampling_calls(interfaces: Mapping[str, ModelInterface], *, scored: bool) -
     ], scores
 
 
-def reported(interface: ModelInterface, method: str) -> tuple[str, ...]:
+def named_reward_outputs(interface: ModelInterface, method: str) -> tuple[str, ...]:
     """Return the named rewards that a method also writes (`Keys.reports`), as further outputs of its RPC."""
     return tuple(sorted(interface.keys(method).reports))
 

@@ -339,7 +339,7 @@ class PipelinableEngine(ABC):
 
     def measure(self, data: SequenceSample, mb_spec: MicroBatchSpec, loss_fn: LossFn) -> Stats:
         """Return the metrics of `loss_fn` on `data`, and its sum as metric `LOSS_SUM`, without gradients."""
-        return measured(self.forward, data, mb_spec, loss_fn)
+        return run_loss(self.forward, data, mb_spec, loss_fn)
 
     def reference(self, layers: int | None = None) -> Forward:
         """Return a `forward` that always uses the current weights, unaffected by later training.
@@ -357,7 +357,7 @@ class PipelinableEngine(ABC):
 
         It is a copy, or shares the memory of the weights (`EngineCapabilities.live_head`).
         """
-        return copied_head(self.forward)
+        return copy_head(self.forward)
 
     def use_heads(self, heads: Mapping[str, LMHead]) -> None:
         """Set or replace the heads of these roles, for `ModelOutput.divergence`.
@@ -378,7 +378,7 @@ def role_of_hidden(key: str) -> str | None:
     return key.removesuffix(HIDDEN) if key.endswith(HIDDEN) else None
 
 
-def copied_head(forward: Forward) -> LMHead:
+def copy_head(forward: Forward) -> LMHead:
     """Return a copy of the language-model head of an engine, which `forward` may run in other processes."""
     one_token = SequenceSample(("head",), {TOKENS: torch.zeros(1, dtype=torch.int64)}, {TOKENS: Lengths.of([[1]])})
     keys = forward(one_token, MicroBatchSpec(), _with_head)
@@ -402,7 +402,7 @@ LOSS_SUM = "sum of the loss"
 """The metric that `PipelinableEngine.measure` adds to those of the loss function."""
 
 
-def measured(forward: Forward, data: SequenceSample, mb_spec: MicroBatchSpec, loss_fn: LossFn) -> Stats:
+def run_loss(forward: Forward, data: SequenceSample, mb_spec: MicroBatchSpec, loss_fn: LossFn) -> Stats:
     """Run `loss_fn` on `data` with `forward`, and return its metrics and its sum as metric `LOSS_SUM`."""
     losses: list[Tensor] = []
     metrics: list[Any] = []  # plain (sum, count) pairs are merged too
@@ -432,7 +432,7 @@ __all__ = [
     "Scores",
     "StepIf",
     "StepsInHalves",
-    "copied_head",
-    "measured",
+    "copy_head",
     "role_of_hidden",
+    "run_loss",
 ]

@@ -73,7 +73,7 @@ class GenerationConfig(Settings):
         """Return these settings, with `sampling_replay` if they draw tokens from a part of the vocabulary."""
         return replace(self, sampling_replay=True) if self._truncates else self
 
-    def distorted(self) -> list[str]:
+    def distortions(self) -> list[str]:
         """Return the settings under which the sampling distribution is not the model's softmax at `temperature`.
 
         Each of them makes importance ratios against log-probs of the full softmax wrong.
@@ -89,7 +89,7 @@ class GenerationConfig(Settings):
     def exact(self) -> bool:
         """Whether log-probs in training belong to the distribution that tokens are drawn from."""
         # The recorded tokens also lack the stop tokens that `min_new_tokens` suppressed.
-        return not self.distorted() or (self.sampling_replay and self.advantage_scale == 0)
+        return not self.distortions() or (self.sampling_replay and self.advantage_scale == 0)
 
     def check_ratios(self) -> None:
         """Reject settings that make the importance ratios of a training loss wrong.
@@ -99,14 +99,14 @@ class GenerationConfig(Settings):
         """
         if not self.exact:
             raise SettingsError(
-                f"generation.{self.distorted()[0]}: changes the sampled distribution, so ratios in the loss would be "
+                f"generation.{self.distortions()[0]}: changes the sampled distribution, so ratios in the loss would be "
                 "wrong. Use neutral settings for training (evaluation may use any)"
             )
 
     def describe(self) -> str:
         """Describe the settings that change the distribution, and the temperature."""
         replayed = " (replayed in training)" if self.sampling_replay else ""
-        return f"{', '.join(self.distorted()) or 'neutral'}{replayed}, temperature {self.temperature:g}"
+        return f"{', '.join(self.distortions()) or 'neutral'}{replayed}, temperature {self.temperature:g}"
 
 
 __all__ = ["GenerationConfig"]

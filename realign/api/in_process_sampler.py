@@ -208,7 +208,7 @@ class InProcessSampler:
         # Before the turn, which a running call may hold for long.
         for handle in waiting:
             if handle.future.set_running_or_notify_cancel():
-                handle.future.set_exception(_closed())
+                handle.future.set_exception(_closed_error())
         with self._turn:
             self._turn.notify_all()
 
@@ -222,7 +222,7 @@ class InProcessSampler:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise _closed()
+            raise _closed_error()
 
     def _wait_for_turn(self, timeout_s: float | None) -> None:
         """Wait until neither paused nor asleep. The caller must hold the turn."""
@@ -284,7 +284,7 @@ def _batches(handles: list[_Deferred]) -> list[_Batch]:
     return batches
 
 
-def _closed() -> RuntimeError:
+def _closed_error() -> RuntimeError:
     return RuntimeError("the sampler is closed")
 
 

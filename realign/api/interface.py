@@ -209,7 +209,7 @@ class ModelInterface(Settings):
         if state:
             raise ValueError(f"{type(self).__name__} has no state, but the checkpoint contains {sorted(state)}")
 
-    def adopt(self, saved: Mapping[str, Any]) -> None:
+    def load_saved_state(self, saved: Mapping[str, Any]) -> None:
         """Restore interface state that belongs to the role's initial weights; called once after loading.
 
         `saved` is the `state_dict` of the interface in the run that saved the weights. Restore state that belongs to

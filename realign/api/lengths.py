@@ -38,7 +38,7 @@ class Lengths:
             if array.size and array.min() < 0:
                 raise ValueError(f"Lengths.{name} must not be negative, found {array.min()} at {array.argmin()}")
             # A writable array belongs to the caller, who could change it later.
-            object.__setattr__(self, name, _read_only(array.copy() if array.flags.writeable else array))
+            object.__setattr__(self, name, _make_read_only(array.copy() if array.flags.writeable else array))
         if (n := _total(self.counts)) != len(self.flat):
             raise ValueError(f"Lengths: counts sum to {n} sequences, but flat has {len(self.flat)}")
         if (rows := _total(self.flat)) > _MOST:
@@ -84,14 +84,14 @@ class Lengths:
     @cached_property
     def per_prompt(self) -> IntArray:
         """[n_prompts] number of rows of each prompt, over all its sequences."""
-        return _read_only(np.diff(self.starts[self.sequence_starts]))
+        return _make_read_only(np.diff(self.starts[self.sequence_starts]))
 
     @cached_property
     def prompt_of_sequence(self) -> IntArray:
         """[S] index of the prompt of each sequence."""
-        return _read_only(np.repeat(np.arange(len(self.counts)), self.counts))
+        return _make_read_only(np.repeat(np.arange(len(self.counts)), self.counts))
 
-    def nested(self) -> tuple[tuple[int, ...], ...]:
+    def as_tuples(self) -> tuple[tuple[int, ...], ...]:
         """Return one tuple of lengths per prompt."""
         flat, bounds = self.flat.tolist(), self.sequence_starts.tolist()
         return tuple(tuple(flat[a:b]) for a, b in pairwise(bounds))
@@ -166,10 +166,10 @@ def _total(array: IntArray) -> int:
 def _cumulative(counts: IntArray) -> IntArray:
     out = np.zeros(len(counts) + 1, dtype=np.int64)
     np.cumsum(counts, out=out[1:])
-    return _read_only(out)
+    return _make_read_only(out)
 
 
-def _read_only(array: IntArray) -> IntArray:
+def _make_read_only(array: IntArray) -> IntArray:
     array.flags.writeable = False
     return array
 

@@ -97,7 +97,7 @@ def plan_microbatches(
     if not len(lengths.flat):
         return []
     _check_longest(lengths, limit, ids)
-    once = np.zeros(len(lengths.counts), dtype=np.int64) if prefixes is None else _checked(prefixes, lengths)
+    once = np.zeros(len(lengths.counts), dtype=np.int64) if prefixes is None else _check_prefixes(prefixes, lengths)
     if spec.whole_groups:
         _check_groups(lengths, once, limit, ids)
     unit_of_sequence, loads = _units(lengths, once, limit)
@@ -120,7 +120,7 @@ def plan_microbatches(
     return sorted(plan, key=lambda sequences: int(sequences[0]))
 
 
-def _checked(prefixes: IntArray, lengths: Lengths) -> IntArray:
+def _check_prefixes(prefixes: IntArray, lengths: Lengths) -> IntArray:
     once = as_integers("prefixes", prefixes)
     if len(once) != len(lengths.counts):
         raise ValueError(f"prefixes has {len(once)} entries, expected one for each of {len(lengths.counts)} prompts")

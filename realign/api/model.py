@@ -25,7 +25,7 @@ class Model:
         seed: root seed of the run. `call_seed` derives other seeds from it.
         version: number of completed training steps (calls of `train_step`), see `publish_weights`. For a role
             synced from another role (`Sync`): the version of the latest weights that its own weights include.
-        saved: interface state that an earlier run saved with these weights (`ModelInterface.adopt`).
+        saved: interface state that an earlier run saved with these weights (`ModelInterface.load_saved_state`).
         saved_views: saved interface state of the roles that share this model, by role.
         views: roles that share this model instead of having separate weights. They have the same version.
         lead: runs a call on rank 0 only, such as one with external side effects, and broadcasts its result to all

@@ -76,9 +76,9 @@ class SequenceSample:
     metadata: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "ids", checked_ids(self.ids))
+        object.__setattr__(self, "ids", as_ids(self.ids))
         object.__setattr__(self, "data", MappingProxyType(dict(self.data)))
-        metadata = {key: checked_objects(key, values) for key, values in self.metadata.items()}
+        metadata = {key: as_metadata(key, values) for key, values in self.metadata.items()}
         object.__setattr__(self, "metadata", MappingProxyType(metadata))
         if odd := [key for key in (*self.data, *self.lengths, *self.metadata) if not isinstance(key, str)]:
             raise ValueError(f"keys must be text, found {odd[0]!r}")
@@ -116,7 +116,7 @@ class SequenceSample:
             tuple(ids),
             {key: x for key, (x, _) in packed.items()},
             {key: lengths for key, (_, lengths) in packed.items()},
-            {key: checked_objects(key, objects) for key, objects in (metadata or {}).items()},
+            {key: as_metadata(key, objects) for key, objects in (metadata or {}).items()},
         )
 
     @classmethod
@@ -161,7 +161,7 @@ class SequenceSample:
         """
         if (like is None) == (lengths is None):
             raise ValueError("with_data: pass either `like` (a key) or `lengths`")
-        cut = lengths if lengths is not None else self.lengths[self._known(like or "")]
+        cut = lengths if lengths is not None else self.lengths[self._check_key(like or "")]
         packed = {k: v if isinstance(v, Tensor) else self._pack(k, v, cut) for k, v in data.items()}
         return replace(self, data={**self.data, **packed}, lengths={**self.lengths, **dict.fromkeys(data, cut)})
 
@@ -171,16 +171,16 @@ class SequenceSample:
 
     def with_sequences(self, **data: Tensor | Nested) -> SequenceSample:
         """Add keys with one element per sequence of `input_ids`."""
-        return self.with_data(data, lengths=self.lengths[self._known(TOKENS)].ones())
+        return self.with_data(data, lengths=self.lengths[self._check_key(TOKENS)].ones())
 
     def with_metadata(self, **metadata: Sequence[Any]) -> SequenceSample:
         """Add keys with one Python object per prompt."""
-        return replace(self, metadata={**self.metadata, **{k: checked_objects(k, v) for k, v in metadata.items()}})
+        return replace(self, metadata={**self.metadata, **{k: as_metadata(k, v) for k, v in metadata.items()}})
 
     def _pack(self, key: str, nested: Nested, cut: Lengths) -> Tensor:
         x, lengths = pack(key, self.ids, nested)
         if lengths != cut:
-            pairs = zip(self.ids, lengths.nested(), cut.nested(), strict=True)
+            pairs = zip(self.ids, lengths.as_tuples(), cut.as_tuples(), strict=True)
             i, got, want = next(differing for differing in pairs if differing[1] != differing[2])
             raise ValueError(f"key {key!r}, id {i!r}: lengths {list(got)}, expected {list(want)}")
         return x
@@ -194,13 +194,13 @@ class SequenceSample:
         return key in self.data or key in self.metadata
 
     def __getitem__(self, key: str) -> Tensor:
-        return self.data[self._known(key)]
+        return self.data[self._check_key(key)]
 
     def get(self, key: str) -> Tensor | None:
         """Return the packed tensor of an optional key, or None."""
         return self.data.get(key)
 
-    def _known(self, key: str) -> str:
+    def _check_key(self, key: str) -> str:
         if key in self.metadata:
             raise ValueError(f"key {key!r} is metadata, not a packed tensor. Read it from `.metadata`")
         if key not in self.data:
@@ -215,18 +215,18 @@ class SequenceSample:
     @property
     def n_sequences(self) -> int:
         """Number of sequences of `input_ids`."""
-        return len(self.lengths[self._known(TOKENS)].flat)
+        return len(self.lengths[self._check_key(TOKENS)].flat)
 
     def cu_seqlens(self, key: str = TOKENS) -> Tensor:
         """Return the boundaries of the sequences of `key`: int32 [S + 1] with a leading 0, on the device of `key`."""
-        starts = self.lengths[self._known(key)].starts
+        starts = self.lengths[self._check_key(key)].starts
         if starts[-1] > np.iinfo(np.int32).max:
             raise ValueError(f"key {key!r} has {starts[-1]} rows, which exceeds int32 cu_seqlens. Use a smaller batch")
         return on_device(torch.from_numpy(starts.astype(np.int32)), self.data[key].device)
 
     def group_index(self, key: str = TOKENS) -> Tensor:
         """Return the index of the prompt of each sequence of `key`: int64 [S]."""
-        owners = self.lengths[self._known(key)].prompt_of_sequence
+        owners = self.lengths[self._check_key(key)].prompt_of_sequence
         # A copy, since torch warns about numpy arrays that are read-only.
         return on_device(torch.from_numpy(owners.copy()), self.data[key].device)
 
@@ -251,7 +251,7 @@ class SequenceSample:
 
     def sequences(self, key: str = TOKENS) -> tuple[Tensor, ...]:
         """Return views of the sequences of `key`, in prompt order."""
-        lengths = self.lengths[self._known(key)].flat.tolist()
+        lengths = self.lengths[self._check_key(key)].flat.tolist()
         return torch.split(self.data[key], lengths) if lengths else ()
 
     def unpack(self) -> list[SequenceSample]:
@@ -276,7 +276,7 @@ class SequenceSample:
         if TOKENS in wanted:
             wanted |= self.data.keys() & set(INDEX_KEYS)
         for key in sorted(wanted - self.metadata.keys()):
-            self._known(key)
+            self._check_key(key)
         return replace(
             self,
             data={k: v for k, v in self.data.items() if k in wanted},
@@ -288,7 +288,7 @@ class SequenceSample:
         """Rename keys (`{old: new}`). Other keys keep their names."""
         for old in names:
             if old not in self.metadata:
-                self._known(old)
+                self._check_key(old)
         new = {k: names.get(k, k) for k in (*self.data, *self.metadata)}
         if len(set(new.values())) != len(new):
             raise ValueError(
@@ -318,7 +318,7 @@ class SequenceSample:
 
     def take(self, prompts: Sequence[int] | IntArray) -> SequenceSample:
         """Select the prompts at these positions, in this order, each with all of its sequences."""
-        chosen = checked_indices("take: prompts", prompts, len(self.ids))
+        chosen = as_indices("take: prompts", prompts, len(self.ids))
         return self._take(chosen, lambda key: self.lengths[key].sequences_of(chosen))
 
     def take_sequences(self, sequences: Sequence[int] | IntArray, key: str = TOKENS) -> SequenceSample:
@@ -331,8 +331,8 @@ class SequenceSample:
             ValueError: the indices do not ascend, or a key of a partly selected group has another number of
                 sequences.
         """
-        main = self.lengths[self._known(key)]
-        chosen = checked_indices("take_sequences: sequences", sequences, len(main.flat))
+        main = self.lengths[self._check_key(key)]
+        chosen = as_indices("take_sequences: sequences", sequences, len(main.flat))
         if (np.diff(chosen) <= 0).any():
             raise ValueError(f"take_sequences: indices must be strictly ascending, found {chosen.tolist()[:10]}")
         prompts, counts = np.unique(main.prompt_of_sequence[chosen], return_counts=True)
@@ -406,7 +406,7 @@ class SequenceSample:
 
         See `plan_microbatches`.
         """
-        plan = plan_microbatches(self.lengths[self._known(key)], spec, self.ids, prefixes)
+        plan = plan_microbatches(self.lengths[self._check_key(key)], spec, self.ids, prefixes)
         return MicroBatches(self, key, tuple(plan), tuple(self.take_sequences(p, key) for p in plan))
 
     def to(self, device: torch.device | str) -> SequenceSample:
@@ -453,7 +453,7 @@ def part_sizes(n: int, parts: int) -> str:
     return f"{smallest} or {smallest + 1}" if larger else str(smallest)
 
 
-def checked_ids(ids: Iterable[Hashable]) -> tuple[Hashable, ...]:
+def as_ids(ids: Iterable[Hashable]) -> tuple[Hashable, ...]:
     """Return the ids as a tuple.
 
     Raises:
@@ -469,7 +469,7 @@ def checked_ids(ids: Iterable[Hashable]) -> tuple[Hashable, ...]:
     raise ValueError(f"Duplicate id {repeated!r} ({times} occurrences). Ids must be unique")
 
 
-def checked_objects(key: str, values: Sequence[Any]) -> tuple[Any, ...]:
+def as_metadata(key: str, values: Sequence[Any]) -> tuple[Any, ...]:
     """Return the metadata of a key as a tuple with one object per prompt.
 
     Raises:
@@ -500,7 +500,7 @@ def check_packed(key: str, x: object, lengths: object, ids: Sequence[Hashable]) 
         raise ValueError(f"key {key!r} has {rows} rows, but its lengths sum to {lengths.total}{where}")
 
 
-def checked_indices(name: str, values: object, n: int) -> IntArray:
+def as_indices(name: str, values: object, n: int) -> IntArray:
     """Return indices as an array.
 
     Raises:
@@ -593,11 +593,11 @@ class Shards(Sequence[SequenceSample]):
         known = next((part for part in parts if part.keys), parts[0])
         counts = self.batch.lengths[self.key].counts
         pairs = zip(parts, self.plan, strict=True)
-        full = [_nothing_like(known, a.ids) if not (a.keys or counts[prompts].any()) else a for a, prompts in pairs]
+        full = [_empty_like(known, a.ids) if not (a.keys or counts[prompts].any()) else a for a, prompts in pairs]
         return SequenceSample.gather(full).take(np.argsort(np.concatenate(self.plan)))
 
 
-def _nothing_like(known: SequenceSample, ids: tuple[Hashable, ...]) -> SequenceSample:
+def _empty_like(known: SequenceSample, ids: tuple[Hashable, ...]) -> SequenceSample:
     """Return prompts without sequences, with the keys of another sample."""
     lengths = Lengths(np.zeros(len(ids), dtype=np.int64), np.zeros(0, dtype=np.int64))
     metadata = {} if ids else dict.fromkeys(known.metadata, ())

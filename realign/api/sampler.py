@@ -329,19 +329,19 @@ def sample_of(
     lengths = Lengths.of([totals[i : i + n] for i in range(0, len(totals), n)])
     device = data[PROMPTS].device
 
-    def joined(parts: list[tuple[Tensor, Tensor]], dtype: torch.dtype) -> Tensor:
+    def join(parts: list[tuple[Tensor, Tensor]], dtype: torch.dtype) -> Tensor:
         # `torch.cat` rejects an empty list, which a call without prompts has.
         empty = torch.zeros(0, dtype=dtype, device=device)
         return torch.cat([empty, *(x.to(device, dtype) for pair in parts for x in pair)])
 
     pairs = list(zip(prompts, completions, strict=True))
-    sampled_T = joined([(torch.zeros_like(p), torch.ones_like(c.ids)) for p, c in pairs], torch.bool)
+    sampled_T = join([(torch.zeros_like(p), torch.ones_like(c.ids)) for p, c in pairs], torch.bool)
     keys = {
-        "input_ids": joined([(p, c.ids) for p, c in pairs], torch.int64),
+        "input_ids": join([(p, c.ids) for p, c in pairs], torch.int64),
         "prompt_mask": ~sampled_T,
         "loss_mask": sampled_T,
-        "logprobs": joined([(torch.zeros_like(p), c.logprobs) for p, c in pairs], torch.float32),
-        "versions": joined([(torch.full_like(p, -1), c.versions) for p, c in pairs], torch.int32),
+        "logprobs": join([(torch.zeros_like(p), c.logprobs) for p, c in pairs], torch.float32),
+        "versions": join([(torch.full_like(p, -1), c.versions) for p, c in pairs], torch.int32),
     }
     truncated_S = torch.tensor([c.truncated for c in completions], dtype=torch.bool, device=device)
     out = SequenceSample(data.ids).with_data(keys, lengths=lengths).with_sequences(truncated=truncated_S)

@@ -288,7 +288,7 @@ def keep_traces(stats: Mapping[str, Any], data: SequenceSample, mb_spec: MicroBa
     return plain | traces
 
 
-def traced(stats: Stats, trace_ids: tuple[Hashable, ...]) -> Iterator[TracedSequence]:
+def iter_traced(stats: Stats, trace_ids: tuple[Hashable, ...]) -> Iterator[TracedSequence]:
     """Yield the traced sequences of merged metrics, in the order of their computation.
 
     Args:

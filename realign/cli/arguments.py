@@ -233,7 +233,7 @@ def _values(words: Sequence[str]) -> dict[str, Any]:
     return {str(name): value for name, value in values.items()}
 
 
-def composed_line(words: Sequence[str], config_dir: str | None, base: str | None = None) -> Composed:
+def compose_line(words: Sequence[str], config_dir: str | None, base: str | None = None) -> Composed:
     """Compose the overrides of a command line, with names of other tools replaced.
 
     Prints a note about each replaced name on stderr.
@@ -245,16 +245,16 @@ def composed_line(words: Sequence[str], config_dir: str | None, base: str | None
     """
     from realign.config.composition import compose_layers
 
-    overrides, composed = _translated(words, config_dir, base)
+    overrides, composed = _translate(words, config_dir, base)
     return compose_layers(overrides, config_dir, base) if composed is None else composed.again(overrides)
 
 
 def without_names(words: Sequence[str], config_dir: str | None) -> list[str]:
     """Return the overrides of a sweep with names of other tools replaced. Prints a note about each name on stderr."""
-    return _translated(words, config_dir, None)[0]
+    return _translate(words, config_dir, None)[0]
 
 
-def _translated(words: Sequence[str], config_dir: str | None, base: str | None) -> tuple[list[str], Composed | None]:
+def _translate(words: Sequence[str], config_dir: str | None, base: str | None) -> tuple[list[str], Composed | None]:
     overrides, notes, composed = translate(prepare(words), config_dir, base)
     for note in notes:
         sys.stderr.write(f"note: {note}\n")

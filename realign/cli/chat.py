@@ -19,7 +19,7 @@ from realign.data.writer import Writer
 from realign.engines import TransformersModel
 from realign.runtime.models import open_sampler
 from realign.text import visible
-from realign.tokenization import Tokens, started
+from realign.tokenization import Tokens, with_start
 
 
 @dataclass
@@ -71,20 +71,18 @@ class Chat:
             conversation.append({"role": "user", "content": line})
             written = writer.prompt(conversation if template is Template.chat else line)
             start = [] if written.chat else tokens.start()
-            ids = started(next(tokens.encode([written.text])), start)
+            ids = with_start(next(tokens.encode([written.text])), start)
             if not ids:
                 continue  # an empty line, and no start token
             prompt = SequenceSample.from_sequences([str(turn)], {"prompt_ids": [[ids]]})
-            out = model.sampler.generate(
-                prompt, self._fitting(model, len(ids)), seed=derive_seed(self.seed, "chat", turn)
-            )
+            out = model.sampler.generate(prompt, self._fit(model, len(ids)), seed=derive_seed(self.seed, "chat", turn))
             both = zip(out.sequences("input_ids"), out.sequences("prompt_mask"), strict=True)
             answers = [tokens.decode(x[~given].tolist(), ids, special=False) for x, given in both]
             for answer in answers:
                 say(visible(answer))
             conversation.append({"role": "assistant", "content": answers[0]})
 
-    def _fitting(self, model: Model, prompt_tokens: int) -> GenerationConfig:
+    def _fit(self, model: Model, prompt_tokens: int) -> GenerationConfig:
         """Return the sampling settings, with `max_new_tokens` reduced to fit the context window.
 
         Training raises an error instead.
@@ -103,11 +101,11 @@ def chat(args: argparse.Namespace, words: Sequence[str]) -> int:
     """Run `realign chat`: answer each line until the end of the input."""
     conversation = chat_of(words)
     disable_progress_bar()
-    conversation.talk(typed_lines() if sys.stdin.isatty() else map(str.rstrip, sys.stdin), print)
+    conversation.talk(read_lines() if sys.stdin.isatty() else map(str.rstrip, sys.stdin), print)
     return 0
 
 
-def typed_lines() -> Iterator[str]:
+def read_lines() -> Iterator[str]:
     """Yield the lines that the user types."""
     with suppress(EOFError):
         while True:

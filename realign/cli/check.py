@@ -22,14 +22,14 @@ from realign.api import SequenceSample
 from realign.api.memory import RoleMemory
 from realign.api.rewards import total_rewards
 from realign.cells import answers_of
-from realign.cli.train import built, print_derived
+from realign.cli.train import build_experiment_of, print_derived
 from realign.draw import to_text
 from realign.engines.shared_model import shared_roles
 from realign.errors import DataError
-from realign.records.metrics.samples import show_row, spoken
+from realign.records.metrics.samples import as_one_line, show_row
 from realign.runtime import Experiment, LocalRuntime
 from realign.runtime.calls import call
-from realign.runtime.checks.auto_memory import decided
+from realign.runtime.checks.auto_memory import with_memory_choices
 from realign.runtime.checks.before_loading import check_ready, try_interfaces, writable
 from realign.runtime.checks.device_estimate import DeviceEstimate, estimate, free_memory, longest_prompt, show
 from realign.runtime.checks.meshes import describe_meshes
@@ -48,8 +48,8 @@ KINDS = ("weights", "optimizer", "gradients", "activations", "head", "KV cache",
 def check(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Run `realign check`: everything except training."""
     console = Console()
-    with counted_warnings() as shown:
-        experiment = built(overrides, args.config_dir)
+    with count_warnings() as shown:
+        experiment = build_experiment_of(overrides, args.config_dir)
         check_ready(experiment)
         try_interfaces(experiment)
         print_derived(experiment, console)
@@ -76,12 +76,12 @@ def verdict(n: int, *, caches: bool = False) -> str:
 
 
 @contextmanager
-def counted_warnings() -> Iterator[Counter[str]]:
+def count_warnings() -> Iterator[Counter[str]]:
     """Count the distinct warnings that are shown, both those of `warnings` and those that are logged."""
     shown: Counter[str] = Counter()
     show, factory = warnings.showwarning, logging.getLogRecordFactory()
 
-    def counted(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+    def count_warning(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
         shown[str(message)] += 1
         show(message, category, *where, **more)
 
@@ -91,7 +91,7 @@ def counted_warnings() -> Iterator[Counter[str]]:
             shown[entry.getMessage()] += 1
         return entry
 
-    warnings.showwarning = counted
+    warnings.showwarning = count_warning
     # The factory sees the records of every logger, whatever handlers and levels of handlers the user has.
     logging.setLogRecordFactory(record)
     try:
@@ -118,7 +118,7 @@ def preflight(experiment: Experiment, console: Console) -> None:
     for role, mesh in describe_meshes(experiment).items():
         say(f"  {role}: {mesh}")
     free = cache(free_memory)  # also of the second estimate: the memory before the models are loaded
-    settled = decided(experiment, free)
+    settled = with_memory_choices(experiment, free)
     print_memory(console, estimate(settled, free=free), longest_prompt(experiment))
     start = find_start(experiment)
     if experiment.resume is not None:
@@ -151,7 +151,7 @@ def preflight(experiment: Experiment, console: Console) -> None:
         for record in runtime.readable(batch, ROWS):
             shown[record["id"]] += 1
             if shown[record["id"]] <= RESPONSES:
-                say(f"  {spoken(record)}: reward {record['reward']}")
+                say(f"  {as_one_line(record)}: reward {record['reward']}")
         warn_of_equal_rewards(runtime, batch)
 
 

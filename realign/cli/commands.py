@@ -25,8 +25,8 @@ from realign.cli.arguments import (
     read_arguments,
     without_names,
 )
-from realign.cli.exit_codes import full_errors, guarded, plain_warnings
-from realign.cli.train import alone, built, is_one_of_many, run_on_ranks
+from realign.cli.exit_codes import full_errors, plain_warnings, run_guarded
+from realign.cli.train import alone, build_experiment_of, is_one_of_many, run_on_ranks
 from realign.config.aliases import COMMANDS as OTHER_COMMANDS
 from realign.config.command_line import is_file
 from realign.config.errors import ConfigError, nearest, suggest
@@ -140,11 +140,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             atexit.register(gc.freeze)
             if line := first_line(args):
                 print(line, flush=True)
-        code = guarded(lambda: _run(args, debug), debug)
+        code = run_guarded(lambda: _run(args, debug), debug)
         if not code and not _works(args):
             console.flush()
             if console.lost is not None:
-                return guarded(partial(_lost, console.lost), debug)
+                return run_guarded(partial(_report_lost_output, console.lost), debug)
         return code
 
 
@@ -155,7 +155,7 @@ def _works(args: Sequence[str]) -> bool:
     return command in ("serve", "view") or (trains and not {arg.partition("=")[0] for arg in args} & {*PRINTING})
 
 
-def _lost(error: OSError) -> int:
+def _report_lost_output(error: OSError) -> int:
     """Return the exit code of a command whose output was lost, or raise why; a closed pipe needs no words."""
     if isinstance(error, BrokenPipeError):
         return ExitCode.error
@@ -174,7 +174,7 @@ def first_line(args: Sequence[str]) -> str:
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
+def without_garbage_collection() -> Iterator[None]:
     """Collect no garbage meanwhile. Importing torch and transformers makes none, but looking for it takes long."""
     enabled = gc.isenabled()
     gc.disable()
@@ -243,7 +243,7 @@ def _dispatch(argv: list[str], start: Start) -> int:
 
                 return search(words, args.config_dir, start, debug, args.trials)
             return sweep(words, args.config_dir, start, debug)
-    with uncollected() if command in BRIEF else nullcontext():
+    with without_garbage_collection() if command in BRIEF else nullcontext():
         function = _function_of(command)
         return int(function(args, words, start) if command == TRAIN else function(args, words))
 
@@ -327,7 +327,7 @@ def graph(args: argparse.Namespace, overrides: list[str]) -> int:
             f"--out {args.out}: no format has the extension {ending!r}. Set --format, or use one of {known}."
         )
     form = args.format or endings[ending]
-    experiment = built(overrides, args.config_dir)
+    experiment = build_experiment_of(overrides, args.config_dir)
     check_parts(experiment)
     drawn = FORMATS[form](experiment.graph, shared_roles(experiment.models))
     if args.out is None:

@@ -72,7 +72,7 @@ def completions(line: str) -> list[str]:
     before = words[1:]
     folder = next((Path(b) for a, b in pairwise(before) if a in ("--config-dir", "-cd")), None)
     if before[-1:] == ["--shell-completion"]:
-        return _starting(word, SCRIPTS)
+        return _candidates_for(word, SCRIPTS)
     command = next((given for given in before if "=" not in given and not given.startswith("-")), "")
     settings = COMMANDS[command].settings if command in COMMANDS else ""
     if command in ("chat", "serve", "export", "report", "compare", "import"):
@@ -82,12 +82,12 @@ def completions(line: str) -> list[str]:
         if settings and key.startswith(f"{command}."):
             return _options_of(command, word)
         if equals:
-            return [f"{key}={choice}" for choice in _starting(value, _values(key, before, folder))]
+            return [f"{key}={choice}" for choice in _candidates_for(value, _values(key, before, folder))]
         offered = [] if command else list(COMMANDS)
         offered += [f"{command}."] if settings else []
         offered += [] if command == "help" else OPTION_NAMES
         offered += _keys(key, before, folder, takes_value=command != "help")
-        return _starting(word, offered)
+        return _candidates_for(word, offered)
     except (ConfigError, OSError, yaml.YAMLError):  # completion must not print errors
         return []
 
@@ -98,12 +98,12 @@ def _options_of(command: str, word: str) -> list[str]:
     entries = entries_of(cls) if cls is not None else ()
     key, equals, value = word.partition("=")
     if not equals:
-        return _starting(word, (f"{command}.{entry.key}=" for entry in entries))
+        return _candidates_for(word, (f"{command}.{entry.key}=" for entry in entries))
     own = next((entry for entry in entries if f"{command}.{entry.key}" == key), None)
-    return [f"{key}={choice}" for choice in _starting(value, _words(own))]
+    return [f"{key}={choice}" for choice in _candidates_for(value, _words(own))]
 
 
-def _starting(word: str, offered: Iterable[str]) -> list[str]:
+def _candidates_for(word: str, offered: Iterable[str]) -> list[str]:
     """Return the candidates that continue a word, without those that a shell could take for more than one word.
 
     Names come from file names and files, and shells insert them without quotes: `a;rm x` would run a command.

@@ -15,10 +15,10 @@ from typing import IO, TYPE_CHECKING, Any
 
 from transformers.utils.logging import disable_progress_bar
 
-from realign.cli.arguments import composed_line, split_options
+from realign.cli.arguments import compose_line, split_options
 from realign.cli.export import model_or_run
 from realign.cli.train import build, is_one_of_many
-from realign.config.command_line import is_file, quoted_text
+from realign.config.command_line import is_file, quote_text
 from realign.config.errors import ConfigError, suggest
 from realign.config.experiment import as_node
 from realign.config.files import EXPERIMENT
@@ -134,11 +134,11 @@ def read_request(args: argparse.Namespace, words: Sequence[str]) -> EvalRequest:
             f"realign eval MODEL evaluation.data.path=held_out.jsonl interfaces.reward.function=reward.py:score"
         )
     model = model_or_run("eval", models[0])
-    composed = composed_line(list(_overrides(rest, models[0])), args.config_dir, BASE)
+    composed = compose_line(list(_overrides(rest, models[0])), args.config_dir, BASE)
     raw = composed.tree
     overrides = [
         *composed.overrides,
-        f"models.{_role(raw, options.role)}.path={quoted_text(model)}",
+        f"models.{_role(raw, options.role)}.path={quote_text(model)}",
         *_of_training(raw),
     ]
     out = Path(args.out) if args.out else Path("evals") / _folder_name(model)
@@ -180,7 +180,7 @@ def _of_training(raw: Mapping[str, Any]) -> Iterator[str]:
         for key, node in nodes.items():
             if not (isinstance(node, Mapping) and (node.get("data") or {}).get("path")):
                 raise ConfigError(f"{key}.data.path is missing: give it the held-out rows.")
-        yield f"data.path={quoted_text(str(next(iter(nodes.values()))['data']['path']))}"
+        yield f"data.path={quote_text(str(next(iter(nodes.values()))['data']['path']))}"
     reward = (raw.get("interfaces") or {}).get("reward") or {}
     if reward.get("function") != "???" or reward.get("functions"):
         return

@@ -22,7 +22,7 @@ def full_errors() -> bool:
     return os.environ.get("HYDRA_FULL_ERROR", "0") not in ("", "0")
 
 
-def guarded(action: Callable[[], int | None], debug: bool) -> int:
+def run_guarded(action: Callable[[], int | None], debug: bool) -> int:
     """Run `action`, and report a user error in one line on stderr. Bugs propagate.
 
     Returns:
@@ -31,7 +31,7 @@ def guarded(action: Callable[[], int | None], debug: bool) -> int:
     try:
         return action() or ExitCode.success
     except (Exception, KeyboardInterrupt) as error:
-        text, code = described(error, debug)
+        text, code = describe(error, debug)
         if code == ExitCode.bug:
             raise
         sys.stderr.write(f"{text}\n")
@@ -61,7 +61,7 @@ def plain_warnings(debug: bool) -> Iterator[None]:
         warnings.formatwarning = before
 
 
-def described(error: BaseException, debug: bool) -> tuple[str, int]:
+def describe(error: BaseException, debug: bool) -> tuple[str, int]:
     """Return the text to print for an error, and the exit code. For bugs or with `debug`, the text is the traceback."""
     code = exit_code(error)
     if isinstance(error, KeyboardInterrupt):

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from realign.config.aliases import described, plain, tables, translate
-from realign.config.command_line import prepare, quoted_text
-from realign.config.errors import ConfigError, joined, suggest
+from realign.config.aliases import describe, plain, tables, translate
+from realign.config.command_line import prepare, quote_text
+from realign.config.errors import ConfigError, join_messages, suggest
 from realign.safe_yaml import load_yaml
 
 PLACEHOLDER = re.compile(r"\{([\w.]+?)(?:\|([\w.]+?))?(-1)?\}")
@@ -61,7 +61,7 @@ def import_config(_: argparse.Namespace | None, words: Sequence[str]) -> int:
     given = {**(_of_file(file) if file else {}), **_of_words(rest)}
     if not given:
         raise ConfigError(f"no settings. {USAGE}")
-    imported = translated(tool, given)
+    imported = translate_config(tool, given)
     print("realign " + " \\\n    ".join(shlex.quote(word) for word in imported.overrides))
     for title, lines in (("No equivalent", imported.refused), ("Set by hand, or leave out", imported.by_hand)):
         if lines:
@@ -71,7 +71,7 @@ def import_config(_: argparse.Namespace | None, words: Sequence[str]) -> int:
     return 0
 
 
-def translated(tool: str, given: Mapping[str, Any]) -> Imported:
+def translate_config(tool: str, given: Mapping[str, Any]) -> Imported:
     """Translate the settings of a config, which may be nested in names with dots.
 
     Raises:
@@ -90,8 +90,8 @@ def translated(tool: str, given: Mapping[str, Any]) -> Imported:
     }
     settings = {**rules["defaults"], **sections, **canonical}
     applied = [rule for rule in rules["rules"] if _applies(rule, settings)]
-    own = dict(_pairs(_filled(word, settings) for rule in applied for word in rule.get("set", ())))
-    refused = [plain(_filled(rule["refuse"], settings)) for rule in applied if "refuse" in rule]
+    own = dict(_pairs(_fill(word, settings) for rule in applied for word in rule.get("set", ())))
+    refused = [plain(_fill(rule["refuse"], settings)) for rule in applied if "refuse" in rule]
     named = {name for rule in applied for name in _names(rule)}
     base = [f"{key}={value}" for key, value in own.items()]
     base += [word for word in rules["missing"] if word.partition("=")[0] not in own]
@@ -102,7 +102,7 @@ def translated(tool: str, given: Mapping[str, Any]) -> Imported:
             continue
         word = f"{name}={_text(value)}"
         try:
-            if not described(name):
+            if not describe(name):
                 raise ConfigError(f"{name}: not known to realign")
             words = translate(prepare([*base, word])).overrides
             translations |= dict(_pairs(words[len(base) :]))
@@ -245,7 +245,7 @@ def _names(rule: Mapping[str, Any]) -> Iterator[str]:
             yield from (name.removesuffix(".0").removesuffix(".1") for name in (first, second) if name)
 
 
-def _filled(text: str, settings: Mapping[str, Any]) -> str:
+def _fill(text: str, settings: Mapping[str, Any]) -> str:
     """Replace the placeholders of a rule."""
 
     def value(name: str) -> Any:
@@ -277,7 +277,7 @@ def _text(value: Any) -> str:
     if isinstance(value, list):
         return f"[{','.join(map(_text, value))}]"
     text = str(value)
-    return text if re.fullmatch(r"[\w@./:+-]*", text) else quoted_text(text)
+    return text if re.fullmatch(r"[\w@./:+-]*", text) else quote_text(text)
 
 
 def _pairs(words: Any) -> Iterator[tuple[str, str]]:
@@ -299,8 +299,10 @@ def _proof(title: str, imported: Imported) -> str:
     except subprocess.TimeoutExpired:
         return "Proof: not computed, since it took more than 10 minutes."
     if done.returncode:
-        raise ConfigError(joined([f"the proof failed: {line}" for line in done.stderr.strip().splitlines()[-1:]]))
+        raise ConfigError(
+            join_messages([f"the proof failed: {line}" for line in done.stderr.strip().splitlines()[-1:]])
+        )
     return f"Proof: {done.stdout.strip()}"
 
 
-__all__ = ["Imported", "import_config", "translated"]
+__all__ = ["Imported", "import_config", "translate_config"]

@@ -166,7 +166,7 @@ def _sampling_rows(experiment: Experiment, role: str) -> dict[str, str]:
             "sequences per step": f"{n * experiment.batch_prompts:,}",
         }
     # otherwise the row of the temperature says it all
-    distorted = plan.generation.distorted() if plan.generation is not None else not plan.exact_sampling
+    distorted = plan.generation.distortions() if plan.generation is not None else not plan.exact_sampling
     return rows | ({"sampler": plan.sampler} if plan.sampler is not None and distorted else {})
 
 

@@ -15,7 +15,7 @@ from realign.config.trees import get
 from realign.models.files.adapters import AdapterFolder
 from realign.models.files.model_folder import read_object
 from realign.report.files import json_lines, number, yaml_object
-from realign.rewards.pool.secrets import masked_text, secret_variables
+from realign.rewards.pool.secrets import redact_text, secret_variables
 from realign.text import visible
 from realign.version import installed_version
 
@@ -208,13 +208,13 @@ def _publishable(node: Any) -> Any:
         return {**shown, "environment": {**shown["environment"], **dict.fromkeys(hidden, "***")}} if hidden else shown
     if isinstance(node, list):
         pairs = zip([None, *node], node, strict=False)  # of a command, such as --api-key and its value
-        return ["***" if masked_text(f"{a} {b}") == f"{a} ***" else _publishable(b) for a, b in pairs]
+        return ["***" if redact_text(f"{a} {b}") == f"{a} ***" else _publishable(b) for a, b in pairs]
     return _public(node) if isinstance(node, str) else node
 
 
 def _public(text: str) -> str:
     """Return a path without the folders of this machine, and other text without credentials."""
-    return f".../{Path(text).name}" if text.startswith(("/", "~")) else masked_text(text)
+    return f".../{Path(text).name}" if text.startswith(("/", "~")) else redact_text(text)
 
 
 def _architectures(config: Mapping[str, Any]) -> list[str]:

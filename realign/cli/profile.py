@@ -12,7 +12,7 @@ from rich.text import Text
 from transformers.utils.logging import disable_progress_bar
 
 from realign.cli.arguments import split_options
-from realign.cli.train import built, is_one_of_many
+from realign.cli.train import build_experiment_of, is_one_of_many
 from realign.errors import ConfigError
 from realign.records.checkpoint.random_generators import seed_random
 from realign.runtime.checks.before_loading import check_ready
@@ -34,7 +34,7 @@ def profile(args: argparse.Namespace, words: Sequence[str]) -> int:
     """
     options, overrides = split_options("profile", ProfileOptions, words)
     disable_progress_bar()
-    experiment, console = built(overrides, args.config_dir), Console()
+    experiment, console = build_experiment_of(overrides, args.config_dir), Console()
     if is_one_of_many():
         raise ConfigError("realign profile: it profiles one process. Start it without torchrun.")
     check_ready(experiment)

@@ -115,11 +115,11 @@ def one_at_a_time(forward: Forward) -> Forward:
     """Return a function that makes one call at a time, from any thread."""
     lock = threading.Lock()
 
-    def locked(data: SequenceSample, mb_spec: MicroBatchSpec, post_hook: PostHook) -> SequenceSample:
+    def forward_locked(data: SequenceSample, mb_spec: MicroBatchSpec, post_hook: PostHook) -> SequenceSample:
         with lock:
             return forward(data, mb_spec, post_hook)
 
-    return locked
+    return forward_locked
 
 
 def serve(args: argparse.Namespace, words: Sequence[str]) -> int:

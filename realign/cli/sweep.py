@@ -21,13 +21,13 @@ from rich.table import Table
 from rich.text import Text
 
 from realign.cli.arguments import without_names
-from realign.cli.exit_codes import guarded
+from realign.cli.exit_codes import run_guarded
 from realign.cli.train import Start, build, is_one_of_many, record_launch
 from realign.config.composition import Composed, compose_layers, parse_sweep
 from realign.config.errors import ConfigError
 from realign.config.hydra_settings import DEFAULT_LAUNCHER, OF_ALL_EXECUTORS, OF_SUBMITIT
 from realign.own_files import make_folder
-from realign.report.compare import counted, mean, named, seed_groups
+from realign.report.compare import count_states, format_settings, mean, seed_groups
 from realign.runtime.run_report import SUMMARY_JSON
 from realign.safe_yaml import load_yaml
 
@@ -171,7 +171,7 @@ class _Job:
         if self.again:
             config.resume = "auto"
         checked = partial(record_launch, self.run, self.folder)
-        return guarded(lambda: self.start(config, build(config), checked), self.debug)
+        return run_guarded(lambda: self.start(config, build(config), checked), self.debug)
 
     def checkpoint(self) -> Any:
         """Return what submitit starts again after the time limit of a job (`max_num_timeout`)."""
@@ -282,7 +282,7 @@ def sweep_table(folders: Sequence[Path]) -> RenderableType | None:
     first = [group[0] for group in groups] if len(groups) > 1 else runs
     keys = list(dict.fromkeys(key for run in first for key in run.overrides))
     varied = [key for key in keys if len({run.overrides.get(key) for run in first}) > 1]
-    settings = [named(run.overrides, varied) for run in first]
+    settings = [format_settings(run.overrides, varied) for run in first]
     if len(groups) < len(first):
         groups, settings = [*([run] for run in runs), runs], [*settings, f"{len(runs)} seeds"]
     metric = _metric(runs)
@@ -316,7 +316,7 @@ def _end(group: Sequence[SweptRun]) -> list[str]:
     ends = [
         (UNFINISHED, "") if (end := run.summary) is None else (str(end["status"]), str(end["step"])) for run in group
     ]
-    return [counted([status for status, _ in ends]), ", ".join(dict.fromkeys(step for _, step in ends if step))]
+    return [count_states([status for status, _ in ends]), ", ".join(dict.fromkeys(step for _, step in ends if step))]
 
 
 def _mean(group: Sequence[SweptRun], name: str, part: str) -> str:

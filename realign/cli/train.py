@@ -18,8 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from realign.cli.arguments import composed_line
-from realign.cli.exit_codes import described, exit_code, guarded
+from realign.cli.arguments import compose_line
+from realign.cli.exit_codes import describe, exit_code, run_guarded
 from realign.config.errors import ConfigError
 from realign.errors import ExitCode, TransientError
 from realign.own_files import OwnFiles, make_folder, replace_text
@@ -47,7 +47,7 @@ def train(args: argparse.Namespace, words: list[str], start: Start) -> int:
     Returns:
         The exit code.
     """
-    composed = composed_line(words, args.config_dir)
+    composed = compose_line(words, args.config_dir)
     if args.cfg or args.info:
         _show(composed, args)
         return 0
@@ -118,7 +118,7 @@ def alone(
         debug: Whether to print the traceback of every error.
         command: Words of the command line.
     """
-    return guarded(partial(run_alone, experiment, checked, command, console()), debug)
+    return run_guarded(partial(run_alone, experiment, checked, command, console()), debug)
 
 
 def run_alone(
@@ -138,7 +138,7 @@ def run_alone(
 
     watch = watch_for(experiment.runtime)
     watch.record = recorder(experiment.output_dir, secrets.token_hex(8))
-    begin = _beginning(experiment, checked, shown)
+    begin = _make_on_begin(experiment, checked, shown)
     try:
         run(experiment, console=shown, watch=watch, command=command, begin=begin)
     except (Exception, KeyboardInterrupt) as error:
@@ -161,12 +161,12 @@ def run_on_ranks(command: Callable[[Start], int], debug: bool, words: Sequence[s
     # without a server, torch's store prints the C++ stack of each failed request at level WARNING
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from realign.config.composition import config_of
-    from realign.ranks import launched
+    from realign.ranks import ranks_of_launcher
     from realign.runtime.processes.rendezvous import connect
 
     try:
-        if (ranks := launched()).size > 1:
-            with raise_on_signals(), connect(ranks, partial(described, debug=debug)) as rendezvous:
+        if (ranks := ranks_of_launcher()).size > 1:
+            with raise_on_signals(), connect(ranks, partial(describe, debug=debug)) as rendezvous:
                 if ranks.leader:
                     _run_as_leader(rendezvous, command, words)
                 else:
@@ -213,7 +213,7 @@ def _run_together(
     from realign.runtime import run
 
     shown = None if checked is None else console()
-    begin = None if checked is None or shown is None else _beginning(experiment, checked, shown)
+    begin = None if checked is None or shown is None else _make_on_begin(experiment, checked, shown)
     watch = rendezvous.watch
     watch.record = recorder(experiment.output_dir, rendezvous.attempt)
     with rendezvous.process_group(experiment.runtime.call_minutes):
@@ -239,13 +239,13 @@ def build(config: ExperimentConfig) -> Experiment:
     return build_experiment(config)
 
 
-def built(words: Sequence[str], config_dir: str | None) -> Experiment:
+def build_experiment_of(words: Sequence[str], config_dir: str | None) -> Experiment:
     """Compose a command line, and build its experiment.
 
     Raises:
         ConfigError: the config is invalid; names the key.
     """
-    return build(composed_line(words, config_dir).resolve())
+    return build(compose_line(words, config_dir).resolve())
 
 
 def print_derived(experiment: Experiment, shown: Console) -> list[tuple[str, str]]:
@@ -266,7 +266,7 @@ def print_derived(experiment: Experiment, shown: Console) -> list[tuple[str, str
     return rows
 
 
-def _beginning(experiment: Experiment, checked: Callable[[], None], shown: Console) -> Callable[[], str]:
+def _make_on_begin(experiment: Experiment, checked: Callable[[], None], shown: Console) -> Callable[[], str]:
     """Return what a run calls once its checks have passed: print the run summary, and return it for realign.log."""
 
     def begin() -> str:

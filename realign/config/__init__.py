@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from realign.config.composition import compose
     from realign.config.construct import build, build_graph
     from realign.config.errors import ConfigError
-    from realign.config.experiment import ExperimentConfig, build_experiment, resolved_config
+    from realign.config.experiment import ExperimentConfig, build_experiment, resolve_config
 
 HOMES = {
     "ConfigError": "errors",
@@ -32,7 +32,7 @@ HOMES = {
     "build_experiment": "experiment",
     "build_graph": "construct",
     "compose": "composition",
-    "resolved_config": "experiment",
+    "resolve_config": "experiment",
 }
 """Module of each public name."""
 
@@ -43,7 +43,7 @@ __all__ = [
     "build_experiment",
     "build_graph",
     "compose",
-    "resolved_config",
+    "resolve_config",
 ]
 
 

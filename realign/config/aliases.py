@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import yaml
 
 from realign.config.allocation import allocation_answer
-from realign.config.errors import ConfigError, joined
+from realign.config.errors import ConfigError, join_messages
 from realign.config.experiment import ExperimentConfig, has_experiment
 from realign.config.files import GROUPS
 from realign.config.index import class_at
@@ -130,7 +130,7 @@ def is_name(name: str) -> bool:
     return bool(_entries(name)) or _tools_of_root(name.partition(".")[0]) != []
 
 
-def described(name: str) -> list[str]:
+def describe(name: str) -> list[str]:
     """Return lines that say what a name of another tool is in realign; none if the name is unknown.
 
     The name may be the last part of the names (`kl_loss_coef`), or their first part (`trainer`).
@@ -175,7 +175,7 @@ def translate(overrides: Sequence[str], config_dir: Path | str | None = None, ba
     """
     theirs = {i: entries for i, word in enumerate(overrides) if (entries := _entries_of(word))}
     own = [word for i, word in enumerate(overrides) if i not in theirs]
-    composed = _composed(own, config_dir, base) if theirs else None
+    composed = _compose(own, config_dir, base) if theirs else None
     if composed is not None:  # a user's own class may have such a key
         theirs = {i: entries for i, entries in theirs.items() if not _is_own(_parts(overrides[i])[1], composed.tree)}
     new: dict[int, list[str]] = {}
@@ -190,12 +190,12 @@ def translate(overrides: Sequence[str], config_dir: Path | str | None = None, ba
             with suppress(ConfigError):
                 composed = composed.again([*own, *(word for words in new.values() for word in words)])
         try:
-            new[i] = _replaced(overrides[i], rows[i], composed.tree)
+            new[i] = _replace(overrides[i], rows[i], composed.tree)
         except ConfigError as error:
             problems.append(str(error))
     problems += filter(None, (_foreign(word) for i, word in enumerate(overrides) if i not in theirs))
     if problems:
-        raise ConfigError(joined(problems))
+        raise ConfigError(join_messages(problems))
     notes = [f"{overrides[i]} was read as {' '.join(new[i])}" for i in sorted(new)]
     return Translated([word for i, given in enumerate(overrides) for word in new.get(i, [given])], notes, composed)
 
@@ -244,7 +244,7 @@ def _rows(word: str, entries: Sequence[tuple[str | None, Row]]) -> list[Row]:
     return [Row((key,), entries[0][1].tool, answer=f"the value {given} is not known here. {known}")]
 
 
-def _replaced(word: str, rows: Sequence[Row], config: Mapping[str, Any]) -> list[str]:
+def _replace(word: str, rows: Sequence[Row], config: Mapping[str, Any]) -> list[str]:
     """Return the overrides for a name of another tool.
 
     Raises:
@@ -269,7 +269,7 @@ def _only_key(word: str, patterns: Sequence[str], config: Mapping[str, Any]) -> 
     if len(patterns) == 1 and "*" not in patterns[0]:
         return patterns[0]
     name = _parts(word)[1]
-    keys = [key for pattern in patterns for key in _matching(pattern, config)]
+    keys = [key for pattern in patterns for key in _match_keys(pattern, config)]
     if len(keys) > 1:
         raise ConfigError(f"{name} may mean {' or '.join(keys)}. Set the one that you mean.")
     if not keys and not has_experiment(config):
@@ -331,7 +331,7 @@ def _tools_of_root(root: str) -> list[str]:
     return list(dict.fromkeys(below))
 
 
-def _composed(overrides: Sequence[str], config_dir: Path | str | None, base: str | None) -> Composed:
+def _compose(overrides: Sequence[str], config_dir: Path | str | None, base: str | None) -> Composed:
     from realign.config import composition
 
     try:
@@ -346,7 +346,7 @@ def _of_actor(pattern: str) -> str:
     return pattern.replace(".*.", ".actor.")
 
 
-def _matching(pattern: str, config: Mapping[str, Any]) -> Iterator[str]:
+def _match_keys(pattern: str, config: Mapping[str, Any]) -> Iterator[str]:
     """Yield the keys of the experiment that a pattern matches."""
     root, *rest = pattern.split(".")
     nodes = {root: config.get(root)}
@@ -376,4 +376,4 @@ def _follows(node: Mapping[str, Any], names: Sequence[str]) -> bool:
     return any(isinstance(value, str) and value.startswith("${") for value in values)
 
 
-__all__ = ["COMMANDS", "Row", "described", "index", "is_name", "names", "plain", "tables", "translate"]
+__all__ = ["COMMANDS", "Row", "describe", "index", "is_name", "names", "plain", "tables", "translate"]

@@ -38,10 +38,10 @@ def prepare(overrides: Sequence[str]) -> list[str]:
             raise ConfigError(
                 f"{word[:60]!r}...: an override has {len(word):,} characters; at most {LONGEST_WORD:,} can be read"
             )
-    return [quoted(with_target(with_file(word))) for word in overrides]
+    return [quote_override(with_target(with_file(word))) for word in overrides]
 
 
-def quoted(word: str) -> str:
+def quote_override(word: str) -> str:
     """Return an override whose value Hydra reads as text, with quotes if Hydra's grammar needs them.
 
     A value with commas, brackets, quotes or interpolations stays unchanged, since it may be a list or a sweep.
@@ -59,7 +59,7 @@ def quoted(word: str) -> str:
     return word
 
 
-def quoted_text(value: str) -> str:
+def quote_text(value: str) -> str:
     """Return a text in the quotes of Hydra's grammar, as the value of an override. Interpolations stay in effect."""
     # Hydra reads a backslash as an escape only before a quote
     escaped = re.sub(r"(\\*)('|$)", lambda m: m[1] * 2 + ("\\'" if m[2] else ""), value)
@@ -77,7 +77,7 @@ def with_file(word: str) -> str:
     files = value.split(",")
     if key.lstrip("+") != EXPERIMENT or value[:1] in ("'", '"') or not all(map(is_path, files)):
         return word
-    return f"{key}={','.join(map(quoted_text, files))}"
+    return f"{key}={','.join(map(quote_text, files))}"
 
 
 class Word(str):

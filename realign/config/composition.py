@@ -24,7 +24,7 @@ from realign.config.errors import (
     OPTIONAL,
     ConfigError,
     explain,
-    joined,
+    join_messages,
     nearest,
     not_a_component,
     one_line,
@@ -33,7 +33,7 @@ from realign.config.errors import (
 from realign.config.experiment import COMPONENTS, REPORT, SHORTHANDS, ExperimentConfig, has_experiment, unknown_keys
 from realign.config.files import GROUPS, LAUNCHER, ConfigFile, Files
 from realign.config.hydra_settings import DEFAULT_LAUNCHER, DEFAULTS, check_launcher, check_settings
-from realign.config.keys import meant_keys
+from realign.config.keys import suggest_keys
 from realign.config.layers import Layers
 from realign.config.places import ROOTS
 from realign.config.secret_variables import check_no_secrets, without_secrets
@@ -84,7 +84,7 @@ def compose_layers(
     """
     words = prepare(overrides)
     parsed = parse(words)
-    chosen = _chosen(parsed)
+    chosen = _choices_of(parsed)
     files = Files(chosen, config_dir, base)
     below = _FileLayers(files.read(), chosen, files.choices, config_dir, base)
     for file in below.files:
@@ -137,7 +137,7 @@ class Composed:
         """
         words = prepare(overrides)
         parsed = parse(words)
-        if _chosen(parsed) != self.below.chosen:
+        if _choices_of(parsed) != self.below.chosen:
             return compose_layers(words, self.below.config_dir, self.below.base)
         return _with_command_line(self.below, words, parsed)
 
@@ -165,10 +165,10 @@ def _with_command_line(below: _FileLayers, words: Sequence[str], parsed: Sequenc
     known = [override for override in values if _root(override.key_or_group) in ROOT_KEYS]
     if len(known) < len(values):
         raise ConfigError(_unknown(below, values, known))
-    config, tree = _applied(below, known)
+    config, tree = _apply_overrides(below, known)
     typed_roots = _typed_roots(known)
     if unknown_keys(tree, [root for root in typed_roots if root not in ROOTS]):
-        raise ConfigError(joined(unknown_keys(tree, typed_roots)))  # those of the components, too
+        raise ConfigError(join_messages(unknown_keys(tree, typed_roots)))  # those of the components, too
     check_values(tree)
     typed = tuple(word for word, override in zip(words, parsed, strict=True) if not override.is_hydra_override())
     _register_resolvers()
@@ -204,7 +204,7 @@ def _hydra_settings(below: _FileLayers, parsed: Sequence[Override]) -> tuple[str
     return launcher, settings
 
 
-def _applied(below: _FileLayers, overrides: Sequence[Override]) -> tuple[DictConfig, dict[str, Any]]:
+def _apply_overrides(below: _FileLayers, overrides: Sequence[Override]) -> tuple[DictConfig, dict[str, Any]]:
     """Return the values of the files with the overrides applied in their order, which can be resolved and plain."""
     # A copy, since `again` applies other command lines to the layers of the same files.
     layers = copy.deepcopy(below.layers)
@@ -229,7 +229,7 @@ def _applied(below: _FileLayers, overrides: Sequence[Override]) -> tuple[DictCon
     # by its leaves.
     set_leaves = (".".join(path) for path, _ in leaves(fitted, ()))
     typed = {*set_leaves, *(key for key in keys if _root(key) not in COMPONENTS)}
-    report = {"dropped": layers.dropped(plain), "presets": layers.of_presets(typed), "typed": sorted(typed)}
+    report = {"dropped": layers.list_discarded(plain), "presets": layers.of_presets(typed), "typed": sorted(typed)}
     return config, {**plain, **report}
 
 
@@ -309,7 +309,7 @@ def _is_group(override: Override) -> bool:
     return override.key_or_group in (*GROUPS, LAUNCHER) and not isinstance(override.value(), dict)
 
 
-def _chosen(parsed: Sequence[Override]) -> dict[str, tuple[str, ...]]:
+def _choices_of(parsed: Sequence[Override]) -> dict[str, tuple[str, ...]]:
     """Return the names that the command line chooses for each config group; none for no file."""
     chosen: dict[str, tuple[str, ...]] = {}
     for override in filter(_is_group, parsed):
@@ -340,10 +340,10 @@ def _unknown(below: _FileLayers, overrides: Sequence[Override], known: Sequence[
     """Return the message about unknown root keys: the nearest ones, or nested keys of the same name."""
     tree: dict[str, Any] = {}
     with suppress(ConfigError):  # which is reported when the names of these keys are right
-        _, tree = _applied(below, known)
+        _, tree = _apply_overrides(below, known)
     nested = unknown_keys(tree, _typed_roots(known))
     unknown = {_root(o.key_or_group): o.key_or_group.lstrip("+~") for o in overrides if o not in known}
-    return joined([*(_unknown_root(root, key, tree) for root, key in unknown.items()), *nested])
+    return join_messages([*(_unknown_root(root, key, tree) for root, key in unknown.items()), *nested])
 
 
 def _typed_roots(overrides: Sequence[Override]) -> list[str]:
@@ -363,7 +363,7 @@ def _unknown_root(name: str, key: str, config: Any) -> str:
         return f"{name}=NAME chooses a file, and there are no keys below {name}"
     if near := nearest(name, [*ROOT_KEYS, *GROUPS]):
         return f"unknown key {name!r}; did you mean {near!r}?"
-    keys = [full for full, _ in _leaves(config) if f".{full}".endswith(f".{key}")] or meant_keys(key)
+    keys = [full for full, _ in _leaves(config) if f".{full}".endswith(f".{key}")] or suggest_keys(key)
     others = "`realign help` lists the keys, and docs/migration.md names of TRL, verl, OpenRLHF, AReaL and realhf"
     if keys:
         return f"unknown key {key!r}; did you mean {' or '.join(keys[:3])}?"
@@ -384,11 +384,11 @@ def resolve(tree: dict[str, Any], overrides: Sequence[str] = ()) -> ExperimentCo
     _check_roles(tree)
     # OmegaConf's search for missing values does not find interpolations of a missing value
     if missing := sorted(key for key, value in _leaves(tree) if value == "???"):
-        raise ConfigError(_missing(missing, tree, overrides))
-    return _resolved(tree)
+        raise ConfigError(_describe_missing(missing, tree, overrides))
+    return _resolve(tree)
 
 
-def _resolved(tree: dict[str, Any]) -> ExperimentConfig:
+def _resolve(tree: dict[str, Any]) -> ExperimentConfig:
     """Resolve a tree without missing values."""
     _register_resolvers()
     try:
@@ -404,11 +404,11 @@ STAND_IN = "file.py:name"
 """Value in place of a missing one, which is a path or a function, while the rest is checked."""
 
 
-def _missing(keys: Sequence[str], config: Any, overrides: Sequence[str]) -> str:
+def _describe_missing(keys: Sequence[str], config: Any, overrides: Sequence[str]) -> str:
     """Return the message about missing values, or about a mistake that may be their cause."""
     typed = {word.lstrip("+~").partition(".")[0] for word in overrides if "." in word.partition("=")[0]}
     if unknown := unknown_keys(config, [root for root in ROOTS if root in typed]):
-        return joined(unknown)
+        return join_messages(unknown)
     if mistake := _mistake(keys, config, overrides):
         return mistake
     if has_experiment(config):
@@ -434,7 +434,7 @@ def _mistake(missing: Sequence[str], config: Any, overrides: Sequence[str]) -> s
         get(tree, tuple(path))[name] = STAND_IN
     typed = {".".join(word.lstrip("+~").partition("=")[0].split(".")[:2]) for word in overrides}
     try:
-        check_parts(build_experiment(_resolved(tree)))
+        check_parts(build_experiment(_resolve(tree)))
     except ConfigError as error:
         text = str(error)
         named = any(text.startswith(key) for key in typed) and not any(text.startswith(key) for key in missing)
@@ -492,7 +492,7 @@ def check_values(tree: Mapping[str, Any]) -> None:
         ConfigError: a key is unknown, or a value has the wrong type.
     """
     # The base fills in what is open, so that only the values that are known can be wrong.
-    config_of({key: _known(value) for key, value in tree.items() if not _is_open(value)}, ExperimentConfig())
+    config_of({key: _drop_open(value) for key, value in tree.items() if not _is_open(value)}, ExperimentConfig())
 
 
 def _is_open(value: Any) -> bool:
@@ -500,8 +500,8 @@ def _is_open(value: Any) -> bool:
     return isinstance(value, str) and (value == "???" or "${" in value)
 
 
-def _known(value: Any) -> Any:
-    return {k: _known(v) for k, v in value.items() if not _is_open(v)} if isinstance(value, dict) else value
+def _drop_open(value: Any) -> Any:
+    return {k: _drop_open(v) for k, v in value.items() if not _is_open(v)} if isinstance(value, dict) else value
 
 
 def _check_file(file: ConfigFile, values: Mapping[str, Any]) -> None:
@@ -512,7 +512,7 @@ def _check_file(file: ConfigFile, values: Mapping[str, Any]) -> None:
                 "remove owns: a preset resets the settings that the class of the actor lists as ALGORITHM_SETTINGS"
             )
         if unknown := [key for key in values if key not in ROOT_KEYS]:
-            raise ConfigError(joined(unknown_key(key, [*ROOT_KEYS, *GROUPS]) for key in unknown))
+            raise ConfigError(join_messages(unknown_key(key, [*ROOT_KEYS, *GROUPS]) for key in unknown))
         check_values(values)
     except ConfigError as error:
         raise ConfigError(f"{file.source}: {error}") from error

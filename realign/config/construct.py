@@ -24,7 +24,7 @@ from types import MappingProxyType, ModuleType
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from realign.config.classes import described, types_of
-from realign.config.errors import ConfigError, joined, listed, one_line, suggest, switched_off, unknown_key
+from realign.config.errors import ConfigError, how_to_disable, join_messages, list_names, one_line, suggest, unknown_key
 from realign.config.words import (
     NONE,
     TARGET,
@@ -110,7 +110,7 @@ def _import(name: str, where: str) -> ModuleType | None:
         raise
 
 
-def _defined(module: ModuleType, fits: Fits) -> list[str]:
+def _list_accepted(module: ModuleType, fits: Fits) -> list[str]:
     """Return the names of the accepted classes and functions that a module defines or lists in `__all__`."""
     offered = getattr(module, "__all__", ())
     return [
@@ -134,7 +134,7 @@ def beside(path: str, fits: Fits, kind: str) -> str:
         kind: Name of the required kind.
     """
     module = sys.modules.get(path.rpartition(".")[0])
-    names = sorted(_defined(module, fits)) if module is not None else []
+    names = sorted(_list_accepted(module, fits)) if module is not None else []
     if module is not None and names:
         return f" ({', '.join(names)} of {module.__name__} would fit)"
     return such_as(kind)
@@ -152,7 +152,7 @@ def _hint(path: str, part: str, owner: Any, known: Iterable[str], fits: Fits) ->
         names = [module.name for module in pkgutil.iter_modules()]
     elif isinstance(owner, ModuleType):
         modules = (module.name for module in pkgutil.iter_modules(getattr(owner, "__path__", [])))
-        names = [*_defined(owner, fits), *(name for name in modules if not name.startswith("_"))]
+        names = [*_list_accepted(owner, fits), *(name for name in modules if not name.startswith("_"))]
     else:
         names = [name for name in vars(owner) if not name.startswith("_")]
     here = difflib.get_close_matches(part, names, n=1, cutoff=NEAR)
@@ -164,7 +164,7 @@ def _hint(path: str, part: str, owner: Any, known: Iterable[str], fits: Fits) ->
 
 
 @cache
-def _unimplemented(cls: Any) -> tuple[str, ...]:
+def _abstract_members(cls: Any) -> tuple[str, ...]:
     """Return the names of the abstract members of a class."""
     members = inspect.getmembers_static(cls)
     return tuple(name for name, member in members if getattr(member, "__isabstractmethod__", False))
@@ -173,7 +173,7 @@ def _unimplemented(cls: Any) -> tuple[str, ...]:
 def misfit(cls: type, kind: Any) -> str | None:
     """Return why a class is not of the required kind, as the end of a message; None if it is."""
     if not getattr(kind, "_is_protocol", False):
-        missing = _unimplemented(cls)
+        missing = _abstract_members(cls)
         if not (inspect.isclass(kind) and issubclass(cls, kind)):
             return ""
         return f": it does not implement {', '.join(missing)}" if missing else None
@@ -254,8 +254,8 @@ def convert(raw: Any, annotation: Any, where: str, default: Any = None) -> Any:
     if annotation is Any or annotation is object:
         return _plain(raw, where)
     if raw is None and annotation is not type(None):
-        valid = listed(words) if len(words := choices(types_of(annotation))) > 1 else ""
-        raise ConfigError(f"{where} must not be null; expected {type_name(annotation)}{valid}{switched_off(where)}")
+        valid = list_names(words) if len(words := choices(types_of(annotation))) > 1 else ""
+        raise ConfigError(f"{where} must not be null; expected {type_name(annotation)}{valid}{how_to_disable(where)}")
     if origin is Literal:
         return _choice(raw, {str(a): a for a in arguments}, where)
     if inspect.isclass(annotation) and issubclass(annotation, Enum):
@@ -339,10 +339,10 @@ def is_plain_class(annotation: Any) -> bool:
 
 def wrong_type(raw: Any, annotation: Any, where: str) -> ConfigError:
     """Return the error about a value of the wrong type, with a suggestion."""
-    return ConfigError(f"{where}: expected {type_name(annotation)}, found {raw!r}{_meant(raw, annotation, where)}")
+    return ConfigError(f"{where}: expected {type_name(annotation)}, found {raw!r}{_suggest(raw, annotation, where)}")
 
 
-def _meant(raw: Any, annotation: Any, where: str) -> str:
+def _suggest(raw: Any, annotation: Any, where: str) -> str:
     """Return the suggestion at the end of a message about a value of the wrong type."""
     is_path = isinstance(raw, str) and "." in raw and all(part.isidentifier() for part in raw.split("."))
     if is_path and inspect.isclass(annotation) and annotation not in LEAVES:
@@ -352,16 +352,20 @@ def _meant(raw: Any, annotation: Any, where: str) -> str:
     if annotation is str and isinstance(raw, bool):  # true, yes and on are the same to YAML
         return f"; for the text, quote the word: \"{where}='{str(raw).lower()}'\""
     if annotation in (int, float):
-        return _meant_number(raw, annotation, where)
+        return _suggest_number(raw, annotation, where)
     if dataclasses.is_dataclass(annotation):
         names = [field.name for field in dataclasses.fields(annotation) if field.init]
-        return f"; it has fields: set them one by one, such as {where}.{names[0]}=VALUE{listed(names)}" if names else ""
+        return (
+            f"; it has fields: set them one by one, such as {where}.{names[0]}=VALUE{list_names(names)}"
+            if names
+            else ""
+        )
     if getattr(annotation, "_is_protocol", False) or inspect.isabstract(annotation):
         return f"; give a component, that is {where}._target_ and its fields"
     return ""
 
 
-def _meant_number(raw: Any, annotation: type, where: str) -> str:
+def _suggest_number(raw: Any, annotation: type, where: str) -> str:
     kind = "a whole number" if annotation is int else "a number"
     if raw == "":
         return f"; give {kind} directly after =, without a space"
@@ -392,7 +396,7 @@ def _choice(raw: Any, choices: Mapping[str, Any], where: str, purpose: str | Non
     if name not in choices:
         why = f": {one_line(purpose).split('. ')[0].rstrip('.')}" if purpose else ""
         if isinstance(raw, list):
-            raise ConfigError(f"{where} takes one choice, found {raw}{listed(sorted(choices))}{why}")
+            raise ConfigError(f"{where} takes one choice, found {raw}{list_names(sorted(choices))}{why}")
         raise ConfigError(f"{where}: unknown choice {name!r}{suggest(name, choices)}{why}")
     return choices[name]
 
@@ -438,7 +442,7 @@ def build(node: Any, kind: Any, where: str) -> Any:
 
     name = type_name(kind)
     node = with_import_path(node, kind, where)
-    cls = _target(node, where, f"a class that is {name}{such_as(name)}", _shipped(kind), fits)
+    cls = _target(node, where, f"a class that is {name}{such_as(name)}", _iter_shipped(kind), fits)
     key = f"{where}.{TARGET}"
     if is_foreign(cls, kind):
         stand_in: type[StandIn] = import_target(kind.stand_in, key)
@@ -455,7 +459,7 @@ def build(node: Any, kind: Any, where: str) -> Any:
     return fill(cls, {name: value for name, value in node.items() if name != TARGET}, where)
 
 
-def _shipped(kind: Any) -> Iterator[str]:
+def _iter_shipped(kind: Any) -> Iterator[str]:
     """Yield the import paths of the shipped components of a kind. Nothing is read until a message needs one."""
     for base in component_bases(types_of(kind)):
         yield from (cls.path for classes in words_of(base).values() for cls in classes)
@@ -594,7 +598,7 @@ def _construct(make: Callable[..., T], parameters: list[_Parameter], raw: Mappin
     unknown = [f"{prefix}{name}" for name in raw if name not in known]
     if unknown:
         cls = described(make)
-        raise ConfigError(joined((cls and of_sibling(cls, key)) or unknown_key(key, known) for key in unknown))
+        raise ConfigError(join_messages((cls and of_sibling(cls, key)) or unknown_key(key, known) for key in unknown))
     values = {}
     for p in parameters:
         # Also for a field that is set: a mapping without `_target_` changes fields of the default.
@@ -609,11 +613,11 @@ def _construct(make: Callable[..., T], parameters: list[_Parameter], raw: Mappin
             values[p.name] = default
     try:
         # The order of the handlers matters: each class of errors is a subclass of the next one.
-        return _made(make, values, raw)
+        return _make(make, values, raw)
     except NoEffectError as error:
         raise NoEffectError(error.owner, f"{prefix}{error.key}", error.value, error.reason) from error
     except (SettingsError, GraphError) as error:
-        raise ConfigError(located(where, one_line(error), known)) from error
+        raise ConfigError(prefix_key(where, one_line(error), known)) from error
     except ConfigError:
         raise
     except Exception as error:  # a bug in the constructor of a component: its traceback is printed
@@ -621,7 +625,7 @@ def _construct(make: Callable[..., T], parameters: list[_Parameter], raw: Mappin
         raise
 
 
-def _made(make: Callable[..., T], values: dict[str, Any], raw: Mapping[str, Any]) -> T:
+def _make(make: Callable[..., T], values: dict[str, Any], raw: Mapping[str, Any]) -> T:
     """Call `make`. Without effect, a default of the component around this one becomes that of the class itself."""
     while True:
         try:
@@ -632,7 +636,7 @@ def _made(make: Callable[..., T], values: dict[str, Any], raw: Mapping[str, Any]
             values[error.key] = default_of(error.owner, error.key)
 
 
-def located(where: str, message: str, fields: Iterable[str]) -> str:
+def prefix_key(where: str, message: str, fields: Iterable[str]) -> str:
     """Prefix the message of a component with the full key of the field that it begins with, or of the component.
 
     Args:

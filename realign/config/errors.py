@@ -43,7 +43,7 @@ def suggest(word: str, known: Iterable[object]) -> str:
     names = sorted({str(name) for name in known})
     near = nearest(word, names)
     hint = f"; did you mean {near!r}?" if near is not None else ""
-    return hint + listed(names)
+    return hint + list_names(names)
 
 
 def nearest(word: str, names: Iterable[str]) -> str | None:
@@ -70,7 +70,7 @@ def unknown_key(key: str, known: Iterable[object]) -> str:
     return f"unknown key {key!r}{suggest(key.rpartition('.')[2], known)}"
 
 
-def joined(messages: Iterable[str]) -> str:
+def join_messages(messages: Iterable[str]) -> str:
     """Return several messages as one line."""
     first, *others = dict.fromkeys(messages)
     return first + "".join(
@@ -78,7 +78,7 @@ def joined(messages: Iterable[str]) -> str:
     )
 
 
-def listed(names: Iterable[object]) -> str:
+def list_names(names: Iterable[object]) -> str:
     """Return all valid names in parentheses; empty if there are more than `MANY`."""
     known = list(map(str, names))
     return f" (valid: {', '.join(known) or 'none'})" if len(known) <= MANY else ""
@@ -89,7 +89,7 @@ def one_line(text: object) -> str:
     return for_terminal(" ".join(str(text).split()))
 
 
-def switched_off(key: str) -> str:
+def how_to_disable(key: str) -> str:
     """Return how to disable the optional component that contains a key, for the end of a message; empty for others."""
     root = key.split(".")[0]
     return f"; {root}=null disables the {root.replace('_', ' ')}" if root in OPTIONAL else ""

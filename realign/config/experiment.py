@@ -30,7 +30,7 @@ from realign.config.construct import (
     import_target,
     with_import_path,
 )
-from realign.config.errors import ConfigError, joined, not_a_component, suggest, unknown_key
+from realign.config.errors import ConfigError, join_messages, not_a_component, suggest, unknown_key
 from realign.config.places import ROOTS, Place, place_of
 from realign.config.trees import has, remove
 from realign.config.words import TARGET, of_sibling
@@ -114,7 +114,7 @@ def _unknown_below(place: Place, node: Any) -> Iterator[str]:
         if name in known:
             yield from _unknown_below(place.child(name, target), value)
         elif name != TARGET:
-            key, cls = f"{place.key}.{name}", place.chosen(target)
+            key, cls = f"{place.key}.{name}", place.definition_of(target)
             yield (cls and of_sibling(cls, key)) or place.of_related(name, target) or unknown_key(key, known)
 
 
@@ -166,7 +166,7 @@ def _build(config: ExperimentConfig) -> Experiment:
 
     _check_names(config)
     if unknown := unknown_keys(vars(config)):
-        raise ConfigError(joined(unknown))
+        raise ConfigError(join_messages(unknown))
     # In the order of dependence: the default correction follows from the samplers of the models, the graph from the
     # interfaces, and evaluations from graph, interfaces and data.
     models = _roles(config, "models")
@@ -209,7 +209,7 @@ def _build(config: ExperimentConfig) -> Experiment:
         rollout=_one(config, "rollout"),
         dropped=list(config.dropped),
     )
-    return dataclasses.replace(experiment, resolved=resolved_config(config, experiment))
+    return dataclasses.replace(experiment, resolved=resolve_config(config, experiment))
 
 
 def _graph_node(config: ExperimentConfig, interfaces: Mapping[str, ModelInterface]) -> dict[str, Any]:
@@ -243,7 +243,7 @@ def _check_names(config: ExperimentConfig) -> None:
             raise ConfigError(f"models.{role}: no interface plays {role!r}{suggest(role, played)}")
 
 
-def resolved_config(config: ExperimentConfig, experiment: Experiment) -> dict[str, Any]:
+def resolve_config(config: ExperimentConfig, experiment: Experiment) -> dict[str, Any]:
     """Return the complete config of a run as plain values, including every default of every component."""
     plain = {key: value for key, value in dataclasses.asdict(config).items() if key not in (*COMPONENTS, *REPORT)}
     graph = _graph_node(config, experiment.interfaces)
@@ -261,8 +261,8 @@ def as_node(value: Any, declared: Any = None) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         cls = type(value)
         hints = annotations_of(cls)
-        said = declared is cls or cls in get_args(declared)
-        node = {} if said else {TARGET: f"{cls.__module__}.{cls.__qualname__}"}
+        annotated = declared is cls or cls in get_args(declared)
+        node = {} if annotated else {TARGET: f"{cls.__module__}.{cls.__qualname__}"}
         fields = [f for f in dataclasses.fields(cls) if f.init]
         return node | {f.name: as_node(getattr(value, f.name), hints[f.name]) for f in fields}
     if isinstance(value, Enum):

@@ -61,15 +61,15 @@ def experiments_dir() -> Path:
 
 def list_experiments(config_dir: Path | None = None) -> dict[str, str]:
     """Return name and description (first comment line) of every experiment, including those of a user's folder."""
-    return _listed(EXPERIMENT, config_dir)
+    return _list_files(EXPERIMENT, config_dir)
 
 
 def list_algorithms(config_dir: Path | None = None) -> dict[str, str]:
     """Return name and description (first comment line) of every `algorithm=NAME`, which modifies an experiment."""
-    return _listed("algorithm", config_dir)
+    return _list_files("algorithm", config_dir)
 
 
-def _listed(group: str, config_dir: Path | None) -> dict[str, str]:
+def _list_files(group: str, config_dir: Path | None) -> dict[str, str]:
     folders = [experiments_dir(), *([config_dir] if config_dir is not None else [])]
     files = [path for folder in folders for path in sorted((folder / group).glob("*.yaml"))]
     return {path.stem: _description(path) for path in files}
@@ -129,7 +129,7 @@ class Files:
         values = _values(text, source)
         if is_path(name) and self._base is not None and not {"defaults", "graph"} & set(values):
             values["defaults"] = [f"/{EXPERIMENT}/{self._base}", _SELF]
-        included = self._included(values.pop("defaults", None), group, source)
+        included = self._read_defaults(values.pop("defaults", None), group, source)
         file = ConfigFile(source, f"{group}={name}", _at_package(values, text, group))
         spell_out(file.values)
         layers: list[ConfigFile] = []
@@ -139,7 +139,7 @@ class Files:
             layers[0] = replace(layers[0], starts_preset=True)
         return layers
 
-    def _included(self, defaults: Any, group: str, source: str) -> list[tuple[str, str] | None]:
+    def _read_defaults(self, defaults: Any, group: str, source: str) -> list[tuple[str, str] | None]:
         """Return group and name of each file of a defaults list, and None for the file itself; note what it chooses."""
         if not isinstance(defaults, list | None):
             raise ConfigError(
@@ -249,7 +249,7 @@ def _values(text: str, source: str) -> dict[str, Any]:
     from yaml import YAMLError
 
     try:
-        values = copy.deepcopy(_parsed(text))
+        values = copy.deepcopy(_parse(text))
     except (YAMLError, OmegaConfBaseException, ValueError, OverflowError, RecursionError) as error:
         raise ConfigError(f"{source}: the file cannot be read: {one_line(error)}") from error
     if not isinstance(values, dict):
@@ -258,7 +258,7 @@ def _values(text: str, source: str) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=64)
-def _parsed(text: str) -> Any:
+def _parse(text: str) -> Any:
     """Return the values of a YAML text. Experiments share the files below them, and a sweep reads the same files."""
     from omegaconf import OmegaConf
 

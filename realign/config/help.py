@@ -8,13 +8,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from realign.config.aliases import described, index
+from realign.config.aliases import describe, index
 from realign.config.classes import Class, Field, Type, first_paragraph, first_sentence
 from realign.config.errors import ConfigError, suggest, unknown_key
 from realign.config.experiment import REPORT
 from realign.config.files import file_values, list_experiments
 from realign.config.index import Find, class_at
-from realign.config.keys import FIRST, component_at, find_keys, meant_keys, stepped
+from realign.config.keys import FIRST, component_at, find_keys, step_into, suggest_keys
 from realign.config.places import ROOTS, Place, schema
 from realign.config.trees import MISSING, get
 from realign.config.words import TARGET, choices, is_component, snake_case
@@ -77,7 +77,7 @@ def section(key: str, overrides: Sequence[str] = (), config_dir: Path | None = N
     """
     path = tuple(filter(None, key.split(".")))
     if path and path[0] not in root_keys():
-        raise ConfigError(f"unknown key {key!r}{_meant(meant_keys(key)) or suggest(path[0], root_keys())}")
+        raise ConfigError(f"unknown key {key!r}{_suggest(suggest_keys(key)) or suggest(path[0], root_keys())}")
     if overrides:
         from realign.config.composition import compose_raw  # imports Hydra, which checks the overrides
 
@@ -136,8 +136,8 @@ def section_of(
         if known is None or path[depth] not in known:
             raise ConfigError(unknown_key(".".join(path[: depth + 1]), known or ()))
         entry = _field_entry(place, target, path[depth], config)
-        place, target = stepped(place, target, path[depth], config)
-    cls = place.chosen(target)
+        place, target = step_into(place, target, path[depth], config)
+    cls = place.definition_of(target)
     entries = tuple(_field_entry(place, target, name, config) for name in (cls.fields if cls is not None else ()))
     name = cls.name if cls is not None and entries else ""
     # A key that also accepts text is described by its own text.
@@ -148,7 +148,7 @@ def section_of(
 
 def _role_entry(path: tuple[str, str], config: Mapping[str, Any], find: Find) -> Entry:
     place, target = component_at(path, config, find)
-    cls = place.chosen(target)
+    cls = place.definition_of(target)
     name, text = ("component", "") if cls is None else (cls.name, first_sentence(cls.text))
     return Entry(".".join(path), name, None, "", text, component=True)
 
@@ -177,7 +177,7 @@ def _name_of(overrides: Iterable[str]) -> str | None:
     return next((word.partition("=")[2] for word in overrides if word.startswith("experiment=")), None)
 
 
-def _meant(keys: Sequence[str]) -> str:
+def _suggest(keys: Sequence[str]) -> str:
     return f"; did you mean {' or '.join(keys)}?" if keys else ""
 
 
@@ -265,7 +265,7 @@ def key_help(words: Sequence[str], config_dir: Path | None = None, width: int = 
 
 
 def _of_key(key: str, overrides: Sequence[str], config_dir: Path | None, width: int) -> Iterator[str]:
-    if key and (key in index() or key.partition(".")[0] not in root_keys()) and (rows := described(key)):
+    if key and (key in index() or key.partition(".")[0] not in root_keys()) and (rows := describe(key)):
         yield f"{key}  (a name of other tools)"
         for row in rows:
             yield from textwrap.wrap(row, width, initial_indent=INDENT, subsequent_indent=INDENT * 3)
@@ -285,7 +285,7 @@ def _lines(section: Section, width: int) -> Iterator[str]:
     about += [f"experiment={section.experiment}"] if section.experiment else []
     yield (section.key or "Config keys") + (f"  ({', '.join(about)})" if about else "")
     if section.text:
-        yield from _wrapped(section.text, width, INDENT)
+        yield from _wrap(section.text, width, INDENT)
     if section.own is not None:
         yield ""
         yield from _facts(section.own, width)
@@ -293,9 +293,9 @@ def _lines(section: Section, width: int) -> Iterator[str]:
         yield ""
         name = entry.key.removeprefix(f"{section.key}.")
         yield INDENT + "   ".join([name, *_short_facts(entry)])
-        yield from _wrapped(entry.text, width, INDENT * 3)
+        yield from _wrap(entry.text, width, INDENT * 3)
     yield ""
-    yield from _wrapped(_next_step(section), width, "")
+    yield from _wrap(_next_step(section), width, "")
 
 
 def _facts(entry: Entry, width: int) -> Iterator[str]:
@@ -340,5 +340,5 @@ def _next_step(section: Section) -> str:
     return f"{more}{other}".strip() or f"Set one with {section.entries[0].key}=VALUE, or in a YAML file."
 
 
-def _wrapped(text: str, width: int, indent: str) -> list[str]:
+def _wrap(text: str, width: int, indent: str) -> list[str]:
     return textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=indent)

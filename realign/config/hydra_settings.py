@@ -113,7 +113,7 @@ def check_launcher(name: object = None, *others: object) -> str:
     """
     if name not in LAUNCHERS or others:
         raise ConfigError(
-            f"hydra.launcher={_shown(name)}: this launcher is not allowed. {_HINTS['hydra.launcher._target_']}"
+            f"hydra.launcher={_shorten(name)}: this launcher is not allowed. {_HINTS['hydra.launcher._target_']}"
         )
     return str(name)
 
@@ -129,16 +129,16 @@ def check_settings(node: Any, launcher: str) -> None:
         ConfigError: a setting or its value is not allowed; names both.
     """
     if not isinstance(node, Mapping):
-        raise ConfigError(f"hydra={_shown(node)}: expected settings of Hydra, such as hydra.sweep.dir=FOLDER.")
+        raise ConfigError(f"hydra={_shorten(node)}: expected settings of Hydra, such as hydra.sweep.dir=FOLDER.")
     for key, value in _settings(node, "hydra"):
         rule = _ALLOWED.get(key)
         if rule is None and key.removeprefix("hydra.launcher.") in LAUNCHERS[launcher]:
             rule = _VALUE
         if rule is None:
             hint = next((text for start, text in _HINTS.items() if key.startswith(start)), "Remove it.")
-            raise ConfigError(f"{key}={_shown(value)}: a config cannot change this setting of Hydra. {hint}")
+            raise ConfigError(f"{key}={_shorten(value)}: a config cannot change this setting of Hydra. {hint}")
         if not rule.valid(value):
-            raise ConfigError(f"{key}={_shown(value)}: this value is not allowed. Expected {rule.expected}.")
+            raise ConfigError(f"{key}={_shorten(value)}: this value is not allowed. Expected {rule.expected}.")
 
 
 def _settings(node: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
@@ -151,6 +151,6 @@ def _settings(node: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]
             yield key, value
 
 
-def _shown(value: Any) -> str:
+def _shorten(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 200 else f"{text[:200]}..."

@@ -135,7 +135,7 @@ def build() -> bytes:
             path = f"{getattr(thing, '__module__', '')}.{getattr(thing, '__qualname__', '')}"
             exported |= {f"{module.__name__}.{name}": path} if path.startswith(f"{PACKAGE}.") else {}
     settings = (cls for cls in classes.values() if SETTINGS in (cls.path, *cls.bases))
-    in_fields = {path for cls in settings for field in cls.fields.values() for path in _named(field.types)}
+    in_fields = {path for cls in settings for field in cls.fields.values() for path in _types_of_name(field.types)}
     kept = {
         path: vars(cls)
         for path, cls in classes.items()
@@ -146,11 +146,11 @@ def build() -> bytes:
     return json.dumps(index, separators=(",", ":")).encode()
 
 
-def _named(types: tuple[Type, ...]) -> Iterator[str]:
+def _types_of_name(types: tuple[Type, ...]) -> Iterator[str]:
     for member in types:
         yield member.path
         for inside in member.arguments:
-            yield from _named(inside)
+            yield from _types_of_name(inside)
 
 
 def _decoded(fields: Mapping[str, Any], bases: list[str], algorithm: list[str], **values: Any) -> Class:

@@ -26,7 +26,7 @@ def find_keys(name: str, most: int = 5) -> list[str]:
     return []
 
 
-def meant_keys(name: str, most: int = 3) -> list[str]:
+def suggest_keys(name: str, most: int = 3) -> list[str]:
     """Return the keys that a name without its beginning most likely means; empty if there are none.
 
     It can be an end of a key, also misspelt, or begin with a name inside of one, such as `kl.coef`.
@@ -59,9 +59,9 @@ def keys_below(path: tuple[str, ...], config: Mapping[str, Any], depth: int = DE
     while waiting:
         place, target, left = waiting.pop()
         for name in place.fields(target) or ():
-            child, below = stepped(place, target, name, config)
+            child, below = step_into(place, target, name, config)
             yield child.key
-            if left > 1 and (cls := child.chosen(below)) is not None and cls.is_dataclass:
+            if left > 1 and (cls := child.definition_of(below)) is not None and cls.is_dataclass:
                 waiting.append((child, below, left - 1))
 
 
@@ -71,7 +71,7 @@ def component_at(path: tuple[str, ...], config: Mapping[str, Any], find: Find = 
     return place, _target_of(place, get(config, path))
 
 
-def stepped(place: Place, target: Any, name: str, config: Mapping[str, Any]) -> tuple[Place, Any]:
+def step_into(place: Place, target: Any, name: str, config: Mapping[str, Any]) -> tuple[Place, Any]:
     """Return the place of a field, and its `_target_`."""
     child = place.child(name, target)
     return child, _target_of(child, get(config, tuple(child.key.split("."))))

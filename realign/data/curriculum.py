@@ -180,7 +180,7 @@ class CurriculumOrder(RowOrder):
                 self._visits[choice.row] += 1
 
     @override
-    def exhausted(self, used: AbstractSet[Any]) -> bool:
+    def is_exhausted(self, used: AbstractSet[Any]) -> bool:
         with self._lock:
             return set(np.flatnonzero(self._weights()).tolist()) <= used
 

@@ -250,7 +250,9 @@ class DataSource(FileSource):
             text = self.text_of(visible, writer)
             if isinstance(text, DroppedRow):
                 return text
-            check_context(visible, self._used(visible), "\n".join(written.text for written in text.sequences))
+            check_context(
+                visible, self._columns_with_meaning(visible), "\n".join(written.text for written in text.sequences)
+            )
             return replace(text, row=row)
 
         return RowEncoder(tokenizer, write, self.length_limit(), self.ending(tokenizer))
@@ -284,11 +286,11 @@ class DataSource(FileSource):
             ]
             return StreamedDataset(streams, encoder, self.pack, self.shuffle_buffer, keep_rows=self.keeps_rows)
         cached = self.cache and "cache" not in self.ineffective()
-        rows = self._cached(encoder, tokenizer) if cached else encoder
+        rows = self._with_cache(encoder, tokenizer) if cached else encoder
         collected, report, sizes = collect_tables(self.tables(), rows, keep_rows=self.keeps_rows)
         return self.pack(replace(collected, mixture=mixture_of(self.sources, sizes)), report)
 
-    def _cached(self, encoder: RowEncoder, tokenizer: PreTrainedTokenizerBase) -> RowEncoder | CachedEncoder:
+    def _with_cache(self, encoder: RowEncoder, tokenizer: PreTrainedTokenizerBase) -> RowEncoder | CachedEncoder:
         """Return an encoder that keeps tokens on disk, if all that decides about them can be told."""
         identity = tokenizer_identity(tokenizer)
         if identity is None or not type(self).__module__.startswith("realign."):  # a user may change her class
@@ -310,7 +312,9 @@ class DataSource(FileSource):
         Raises:
             DataError: two columns of the row have the same meaning.
         """
-        return Context.of(row, self.columns(row).get("tools_column", self.tools_column), self._used(row))
+        return Context.of(
+            row, self.columns(row).get("tools_column", self.tools_column), self._columns_with_meaning(row)
+        )
 
     def values(self, row: Row) -> dict[str, Any]:
         """Return the values of the columns of a row by the settings that name them; see `columns`.
@@ -331,13 +335,13 @@ class DataSource(FileSource):
     def describe_columns(self) -> str:
         row = self.visible(self.sources[0].read(1, streaming=self.streams).placed[0].row)
         read = [f"{setting.removesuffix('_column')}: {column}" for setting, column in self.columns(row).items()]
-        used = self._used(row)
+        used = self._columns_with_meaning(row)
         beside = beside_prompt(row, used)
         others = [name for name in row if name not in used and name not in beside]
         named = (("; with it: ", beside), ("; other columns: ", others))
         return ", ".join(read) + "".join(f"{title}{', '.join(names)}" for title, names in named if names)
 
-    def _used(self, row: Row) -> set[str]:
+    def _columns_with_meaning(self, row: Row) -> set[str]:
         """Return the columns of a row that have a meaning by themselves, so that its prompt needs not contain them."""
         return {name.split(".")[0] for name in self.columns(row).values()}
 
@@ -412,8 +416,10 @@ class ImageSource(DataSource):
         return self.images_column is not None
 
     @override
-    def _used(self, row: Row) -> set[str]:
-        return super()._used(row) | ({self.images_column.split(".")[0]} if self.images_column else set())
+    def _columns_with_meaning(self, row: Row) -> set[str]:
+        return super()._columns_with_meaning(row) | (
+            {self.images_column.split(".")[0]} if self.images_column else set()
+        )
 
     @override
     def encoder(self, tokenizer: PreTrainedTokenizerBase) -> RowEncoder:
@@ -473,11 +479,11 @@ def _with_image_tokens(row: Row, column: str, text: RowText, loader: ImageLoader
             f"image tokens ({loader.token}). Give each image an image part in the messages, and use a chat template "
             "that renders them."
         )
-    sequences = [written._replace(segments=_repeated(written, counts, loader.token)) for written in text.sequences]
+    sequences = [written._replace(segments=_repeat_token(written, counts, loader.token)) for written in text.sequences]
     return replace(text, sequences=sequences, images=RowImages(loader, sources))
 
 
-def _repeated(written: Written, counts: Sequence[int], token: str) -> list[Segment]:
+def _repeat_token(written: Written, counts: Sequence[int], token: str) -> list[Segment]:
     remaining, segments = iter(counts), []
     for segment in written.segments:
         first, *others = segment.text.split(token)

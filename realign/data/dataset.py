@@ -212,7 +212,7 @@ class PackedDataset(Dataset):
 
     def with_ids(self, ids: Sequence[Hashable]) -> SequenceSample:
         """Return all rows, with these ids."""
-        return self._drawn(np.arange(len(self)), tuple(ids))
+        return self._take_rows(np.arange(len(self)), tuple(ids))
 
     @property
     @override
@@ -239,9 +239,9 @@ class PackedDataset(Dataset):
         chosen = np.array([row for _, row in rows], dtype=np.int64)
         if len(outside := chosen[(chosen < 0) | (chosen >= len(self))]):
             raise ValueError(f"row {outside[0]} is outside the dataset of {len(self)} rows.")
-        return self._drawn(chosen, tuple(f"{row}@{epoch}" for epoch, row in rows))
+        return self._take_rows(chosen, tuple(f"{row}@{epoch}" for epoch, row in rows))
 
-    def _drawn(self, rows: IntArray, ids: tuple[Hashable, ...]) -> SequenceSample:
+    def _take_rows(self, rows: IntArray, ids: tuple[Hashable, ...]) -> SequenceSample:
         sample = self._sample(rows, ids)
         if not self.images or not len(rows):
             return sample

@@ -24,7 +24,7 @@ from realign.data.rendering import Segment
 from realign.data.writer import Written
 from realign.errors import ConfigError, DataError
 from realign.text import part_over
-from realign.tokenization import Divided, Tokens, started
+from realign.tokenization import Divided, Tokens, with_start
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -88,7 +88,7 @@ class TokenSequence:
     prompt: int
     start: int
 
-    def shortened(self, n: int) -> TokenSequence:
+    def shorten(self, n: int) -> TokenSequence:
         """Return the sequence without the first `n` prompt tokens after the start tokens."""
         if not n:
             return self
@@ -209,7 +209,7 @@ class LengthLimit:
         too_short = any(s.prompt - s.start <= cut for s, cut in zip(row.sequences, cuts, strict=True) if cut)
         if self.too_long is TooLong.drop or too_short:
             return DroppedRow(self._reason)
-        shortened = [s.shortened(cut) for s, cut in zip(row.sequences, cuts, strict=True)]
+        shortened = [s.shorten(cut) for s, cut in zip(row.sequences, cuts, strict=True)]
         return replace(row, sequences=shortened, truncated=True)
 
 
@@ -261,8 +261,8 @@ class RowEncoder:
         while chunk := list(islice(source, CHUNK)):
             written: list[RowText | DroppedRow] = []
             for place, row in chunk:
-                with _named(place):
-                    written.append(self._written(row))
+                with _naming(place):
+                    written.append(self._write_row(row))
             # One call for all texts of the chunk uses the threads of the tokenizer.
             texts = [w.segments for text in written if isinstance(text, RowText) for w in text.sequences]
             divided = self._tokens.divide(texts)
@@ -271,15 +271,15 @@ class RowEncoder:
                     yield text
                     continue
                 own = list(islice(divided, len(text.sequences)))
-                with _named(place):
-                    encoded = self._encoded(text, own)
+                with _naming(place):
+                    encoded = self._encode_row(text, own)
                 yield encoded
 
-    def _written(self, row: Row) -> RowText | DroppedRow:
+    def _write_row(self, row: Row) -> RowText | DroppedRow:
         text = self.write(row)
         return text if isinstance(text, DroppedRow) else self.limit.bound(text, self.tokenizer)
 
-    def _encoded(self, text: RowText, divided: Sequence[Divided]) -> Encoded:
+    def _encode_row(self, text: RowText, divided: Sequence[Divided]) -> Encoded:
         sequences = [self._sequence(written, ids) for written, ids in zip(text.sequences, divided, strict=True)]
         selected = [True] * len(sequences)
         if text.pairs:
@@ -297,7 +297,7 @@ class RowEncoder:
         trained = bytearray()
         for index, (segment, part) in enumerate(zip(written.segments, divided.parts, strict=True)):
             if index == 0:
-                part = started(part, start)
+                part = with_start(part, start)
             if segment.trained and self.end is not None:
                 if index == len(divided.parts) - 1:
                     part = self.end(part)
@@ -347,7 +347,7 @@ class RowEncoder:
 
 
 @contextmanager
-def _named(place: str) -> Iterator[None]:
+def _naming(place: str) -> Iterator[None]:
     """Add the place of a row to its `DataError`s."""
     try:
         yield
@@ -396,7 +396,7 @@ class DecodedSequence:
     label: float | None = None
 
 
-def decoded_row(sample: SequenceSample, tokenizer: PreTrainedTokenizerBase) -> list[DecodedSequence]:
+def decode_row(sample: SequenceSample, tokenizer: PreTrainedTokenizerBase) -> list[DecodedSequence]:
     """Return the sequences of the first row of a sample as text; empty if the sample has no tokens.
 
     Args:

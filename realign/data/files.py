@@ -234,14 +234,14 @@ class JsonLinesFile(LocalFile):
     @override
     def rows(self, cursor: Cursor) -> Iterator[PlacedRow]:
         offset, number = cursor.position or (0, 0)
-        with opened(self.path) as lines:
+        with open_unzipped(self.path) as lines:
             lines.seek(offset)
             while line := lines.readline(LARGEST_ROW + 1):  # one byte more tells a row of that size from a longer one
                 offset, number = offset + len(line), number + 1
                 _check_size(line, self.where(number))
                 if line.strip():
                     where = self.where(number)
-                    row = _checked(_parsed(line, where), where)
+                    row = _check_row(_parse(line, where), where)
                     cursor.position = [offset, number]
                     yield PlacedRow(self, number, row)
 
@@ -252,15 +252,15 @@ class JsonListFile(LocalFile):
 
     @override
     def rows(self, cursor: Cursor) -> Iterator[PlacedRow]:
-        with opened(self.path) as file:
-            content = _parsed(file.read(), self.name)
+        with open_unzipped(self.path) as file:
+            content = _parse(file.read(), self.name)
         if not isinstance(content, list):
             raise DataError(
                 f"{self.name} contains a {type(content).__name__}; expected a list of objects, or one object per line."
             )
         for number, row in enumerate(content[cursor.position or 0 :], (cursor.position or 0) + 1):
             cursor.position = number
-            yield PlacedRow(self, number, _checked(row, self.where(number)))
+            yield PlacedRow(self, number, _check_row(row, self.where(number)))
 
 
 @dataclass(frozen=True)
@@ -275,7 +275,7 @@ class DelimitedFile(LocalFile):
     def rows(self, cursor: Cursor) -> Iterator[PlacedRow]:
         # This is a setting of the process; csv has none for one reader.
         csv.field_size_limit(LARGEST_ROW)  # the default would reject long texts
-        with opened(self.path) as file:
+        with open_unzipped(self.path) as file:
             lines = _Lines(file, self.name)
             records = csv.reader(lines, delimiter=self.delimiter, strict=True)
             header = self._next(records, lines)
@@ -327,7 +327,7 @@ class _Lines:
         self.offset, self.number = self.offset + len(line), self.number + 1
         _check_size(line, f"{self._name}, line {self.number}")
         encoding = "utf-8-sig" if self.number == 1 else "utf-8"
-        return _decoded(line, f"{self._name}, line {self.number}", encoding)
+        return _decode(line, f"{self._name}, line {self.number}", encoding)
 
     def seek(self, offset: int, number: int) -> None:
         """Continue at another position."""
@@ -345,19 +345,19 @@ class _Unzipped(gzip.GzipFile):
     def read(self, size: int | None = -1) -> bytes:
         # One byte beyond the limit is enough to notice it, so that no more is decompressed into memory.
         rest = self._most + 1 - self.tell()
-        return self._checked(super().read(rest if size is None or size < 0 else min(size, rest)))
+        return self._check_unzipped(super().read(rest if size is None or size < 0 else min(size, rest)))
 
     def readline(self, size: int | None = -1) -> bytes:
-        return self._checked(super().readline(size))
+        return self._check_unzipped(super().readline(size))
 
-    def _checked(self, data: bytes) -> bytes:
+    def _check_unzipped(self, data: bytes) -> bytes:
         if self.tell() > self._most:
             raise _too_large(str(self._path), self._most)
         return data
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[IO[bytes]]:
+def open_unzipped(path: Path) -> Iterator[IO[bytes]]:
     """Open a file for reading, decompressed if it is a gzip file.
 
     Raises:
@@ -391,7 +391,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return values
 
 
-def _parsed(data: bytes, where: str) -> Any:
+def _parse(data: bytes, where: str) -> Any:
     """Parse JSON, and reject text that UTF-8 cannot encode, such as an unpaired surrogate escape.
 
     Args:
@@ -401,7 +401,7 @@ def _parsed(data: bytes, where: str) -> Any:
     Raises:
         DataError: the data is not valid JSON.
     """
-    text = _decoded(data, where)
+    text = _decode(data, where)
     try:
         content = json.loads(text, object_pairs_hook=_object)
     except (ValueError, RecursionError) as error:  # invalid syntax or nesting depth
@@ -416,7 +416,7 @@ def _parsed(data: bytes, where: str) -> Any:
     return content
 
 
-def _decoded(data: bytes, where: str, encoding: str = "utf-8-sig") -> str:
+def _decode(data: bytes, where: str, encoding: str = "utf-8-sig") -> str:
     """Return UTF-8 text, by default without the byte order mark that Excel and editors of Windows write.
 
     Raises:
@@ -431,7 +431,7 @@ def _decoded(data: bytes, where: str, encoding: str = "utf-8-sig") -> str:
         ) from error
 
 
-def _checked(row: Any, where: str) -> Row:
+def _check_row(row: Any, where: str) -> Row:
     """Return a row.
 
     Raises:
@@ -463,7 +463,7 @@ class _Converter:
     def __init__(self, name: str, size: int) -> None:
         self._name, self._most, self._total = name, _largest_content(size), 0
 
-    def numbered(self, batches: Iterable[Any], cursor: Cursor, skip: int) -> Iterator[tuple[int, Row]]:
+    def number_rows(self, batches: Iterable[Any], cursor: Cursor, skip: int) -> Iterator[tuple[int, Row]]:
         """Yield number and row of the rows behind the position of the cursor, and move the cursor.
 
         Args:
@@ -531,7 +531,7 @@ class ParquetFile(LocalFile):
                     first += 1
                 converter = _Converter(self.name, self.path.stat().st_size)
                 batches = file.iter_batches(_BATCH, row_groups=range(first, len(sizes)))
-                for number, row in converter.numbered(batches, cursor, start):
+                for number, row in converter.number_rows(batches, cursor, start):
                     yield PlacedRow(self, number, row)
         except (pyarrow.ArrowException, *_DAMAGED) as error:
             raise DataError(f"{self.name} is not a readable parquet file: {_first_line(error)}") from error
@@ -548,7 +548,7 @@ class ArrowFile(LocalFile):
         try:
             with pyarrow.memory_map(str(self.path)) as file:
                 converter = _Converter(self.name, self.path.stat().st_size)
-                for number, row in converter.numbered(self._batches(file), cursor, cursor.position or 0):
+                for number, row in converter.number_rows(self._batches(file), cursor, cursor.position or 0):
                     yield PlacedRow(self, number, row)
         except (pyarrow.ArrowException, *_DAMAGED) as error:
             raise DataError(f"{self.name} is not a readable arrow file: {_first_line(error)}") from error
@@ -596,7 +596,7 @@ def rows_of(dataset: Any, cursor: Cursor, name: str) -> Iterator[tuple[int, Row]
     size = sum(Path(file["filename"]).stat().st_size for file in dataset.cache_files) or dataset.data.nbytes
     tables = dataset.with_format("arrow")
     batches = (tables[start : start + _BATCH] for start in range(cursor.position or 0, len(dataset), _BATCH))
-    yield from _Converter(name, size).numbered(batches, cursor, 0)
+    yield from _Converter(name, size).number_rows(batches, cursor, 0)
 
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow")
@@ -631,7 +631,7 @@ def recognize(path: Path) -> RowFile:
         DataError: the format is unknown.
     """
     try:
-        with opened(path) as file:
+        with open_unzipped(path) as file:
             head = file.read(_HEAD)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from error

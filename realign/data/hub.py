@@ -60,7 +60,7 @@ def hub_files(
     with _one_line(name, subset):
         builder = datasets.load_dataset_builder(name, subset, revision=revision)
         splits = list(map(str, builder.info.splits or builder.config.data_files or ()))
-        split_name = chosen_split(splits, None if split is None else split.partition("[")[0], name)
+        split_name = choose_split(splits, None if split is None else split.partition("[")[0], name)
         label = f"{name}:{split or split_name}"
         if not streaming:
             return [_Downloaded(label, subset, builder, split or split_name)]
@@ -97,7 +97,7 @@ def splits_of_folder(folder: Path, subset: str | None) -> dict[str, list[Path]]:
     return splits
 
 
-def chosen_split(splits: Sequence[str], split: str | None, path: str | Path) -> str:
+def choose_split(splits: Sequence[str], split: str | None, path: str | Path) -> str:
     """Return the split to read.
 
     Raises:

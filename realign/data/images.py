@@ -45,7 +45,7 @@ class ImageLoader:
         Raises:
             DataError: it cannot be read, not even its last pixel.
         """
-        with self._opened(source) as image:
+        with self._open(source) as image:
             width, height = image.size
             if image is not source:  # a picture of the caller would become smaller
                 image.draft(None, (1, 1))  # faster for JPEG, and reads all of the file as well
@@ -59,11 +59,11 @@ class ImageLoader:
         Raises:
             DataError: it cannot be read.
         """
-        with self._opened(source) as image:
+        with self._open(source) as image:
             return np.asarray(image.convert("RGB"))
 
     @contextmanager
-    def _opened(self, source: Any) -> Iterator[Any]:
+    def _open(self, source: Any) -> Iterator[Any]:
         from PIL import Image, UnidentifiedImageError
 
         if isinstance(source, Image.Image):

@@ -70,7 +70,7 @@ class Conversation:
         """Return the first `end` messages."""
         return replace(self, messages=self.messages[:end])
 
-    def followed_by(self, other: Conversation) -> Conversation:
+    def concat(self, other: Conversation) -> Conversation:
         """Return the messages of both conversations, with the tools and options of the one that has any."""
         shifted = {i + len(self) for i in other.untrained}
         return Conversation(
@@ -114,7 +114,7 @@ def read_conversation(value: Any, context: Context | None = None, *, images: boo
     return Conversation(tuple(messages), read_tools(context.tools), frozenset(untrained), context.options)
 
 
-def parted(value: Any) -> tuple[list[Any], list[Any]]:
+def split_last(value: Any) -> tuple[list[Any], list[Any]]:
     """Return the messages of a conversation before the last one, and the last one.
 
     Raises:
@@ -139,7 +139,7 @@ def _is_trained(message: Message, index: int) -> bool | None:
     Raises:
         DataError: a key excludes a part of the message, or weighs it, or two keys contradict each other.
     """
-    said = {}
+    trains = {}
     for key in (*IN_LOSS, *OUTSIDE_LOSS, *PARTLY_IN_LOSS):
         if not is_given(value := message.pop(key, None)):
             continue
@@ -148,10 +148,10 @@ def _is_trained(message: Message, index: int) -> bool | None:
                 f"message {index}: {key}={short(value)} puts a part of the message in the loss, or weighs it, but a "
                 "message is in the loss or not. Set weight to 1 or 0 (not in the loss) instead."
             )
-        said[key] = bool(value) != (key in OUTSIDE_LOSS)
-    if len(set(said.values())) > 1:
-        raise DataError(f"message {index}: the keys {list(said)} contradict each other on whether it is in the loss.")
-    return next(iter(said.values()), None)
+        trains[key] = bool(value) != (key in OUTSIDE_LOSS)
+    if len(set(trains.values())) > 1:
+        raise DataError(f"message {index}: the keys {list(trains)} contradict each other on whether it is in the loss.")
+    return next(iter(trains.values()), None)
 
 
 def _message(raw: Any, images: bool) -> Message:

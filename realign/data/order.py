@@ -61,7 +61,7 @@ class RowOrder(ABC):
     def rows(self, places: Sequence[int]) -> list[tuple[int, Any]]:
         """Return the (epoch, row) at each place, for `Dataset.sample`."""
 
-    def exhausted(self, used: AbstractSet[Any]) -> bool:
+    def is_exhausted(self, used: AbstractSet[Any]) -> bool:
         """Return whether no row is left besides those in `used`."""
         n = self.rows_per_epoch
         return n is not None and len(used) >= n

@@ -31,7 +31,7 @@ from realign.data.columns import (
 from realign.data.data_source import ResponseSource
 from realign.data.dataset import Collected, LoadReport, SequenceDataset
 from realign.data.encoding import DroppedRow, RowText
-from realign.data.messages import parted, short
+from realign.data.messages import short, split_last
 from realign.data.writer import Writer, Written
 from realign.errors import DataError, SettingsError
 
@@ -167,7 +167,7 @@ class PreferenceData(ResponseSource):
         values, context = self.values(row), self.context(row)
         prompt = values.get("prompt_column")
         if "messages_column" in values:
-            prompt, values["chosen_column"] = parted(values["messages_column"])
+            prompt, values["chosen_column"] = split_last(values["messages_column"])
         if "chosen_column" in values:
             return self._pairs(row, writer, prompt, context, values)
         if prompt is None:
@@ -178,7 +178,7 @@ class PreferenceData(ResponseSource):
         numbers = _numbers("labels", labels, len(responses))
         written = [writer.response(prompt, response, context)[0] for response in responses]
         if self.kind is LabelKind.pairs:
-            return self._rated(row, written, numbers)
+            return self._pair_rated(row, written, numbers)
         _check_labels(self.kind, numbers, labels)
         return RowText(row, written, numbers, [0.0] * len(numbers))
 
@@ -200,7 +200,7 @@ class PreferenceData(ResponseSource):
         written = [text for pair in both for text in pair]
         return RowText(row, written, [1.0, 0.0] * n, [m for m in margins for _ in range(2)], pairs=True)
 
-    def _rated(self, row: Row, written: list[Written], ratings: list[float]) -> RowText | DroppedRow:
+    def _pair_rated(self, row: Row, written: list[Written], ratings: list[float]) -> RowText | DroppedRow:
         """Return pairs of rated responses, with the difference of their ratings as the margin."""
         # The sort is stable: of equally rated responses, the first in the row is the best, and the last the worst.
         order = sorted(range(len(ratings)), key=lambda i: -ratings[i])

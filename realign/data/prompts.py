@@ -78,10 +78,10 @@ class PromptData(ImageSource):
             column = self.columns(row)[setting]
             raise DataError(f"column {column!r} contains a {type(value).__name__}; expected a list of chat messages.")
         if self.drop_final_answer or setting == "messages_column":
-            value = self._unanswered(value)
+            value = self._drop_answers(value)
         return RowText(row, [writer.prompt(value, self.context(row))])
 
-    def _unanswered(self, value: Any) -> Any:
+    def _drop_answers(self, value: Any) -> Any:
         """Return a conversation without the assistant messages at its end.
 
         Raises:

@@ -98,7 +98,7 @@ class ChatRenderer:
         return text
 
     def segments(
-        self, conversation: Conversation, trained: Sequence[int], begun: Message | None = None
+        self, conversation: Conversation, trained: Sequence[int], started: Message | None = None
     ) -> list[Segment]:
         """Return the text of a conversation, split into assistant turns to train on and the text between them.
 
@@ -108,7 +108,7 @@ class ChatRenderer:
         Args:
             conversation: The messages.
             trained: Indices of the assistant messages to train on, in increasing order.
-            begun: The first of these as the prompt has it: its start, which is not trained.
+            started: The first of these as the prompt has it: its start, which is not trained.
 
         Raises:
             DataError: the template fails, drops or changes a part of the conversation, or renders a turn differently
@@ -116,15 +116,15 @@ class ChatRenderer:
         """
         blocks = self._blocks(conversation)
         if self.masks is AssistantMasks.generation_blocks:
-            text, spans = self._marked(conversation, trained, blocks)
+            text, spans = self._render_marked(conversation, trained, blocks)
         else:
             text = self._render(conversation, add_generation_prompt=False)
             spans = {turn: self._turn(conversation, turn, text) for turn in trained}
             if blocks is not None:
                 self._compare(conversation, text, spans, blocks[1])
         self._verify(conversation, text, spans)
-        if begun is not None:
-            start = self._open(conversation.up_to(trained[0]).followed_by(Conversation((begun,))))
+        if started is not None:
+            start = self._open(conversation.up_to(trained[0]).concat(Conversation((started,))))
             if not text.startswith(start):
                 at, alone, followed = _difference(start, text)
                 raise DataError(
@@ -170,7 +170,7 @@ class ChatRenderer:
         # The last turn goes to the very end: `Ending` removes what the template writes after EOS.
         return len(prompt), len(rendered) if last else len(prompt) + end
 
-    def _marked(
+    def _render_marked(
         self, conversation: Conversation, trained: Sequence[int], blocks: tuple[str, list[Span]] | None
     ) -> tuple[str, dict[int, Span]]:
         """Return the rendered conversation, and the span of each trained turn from `{% generation %}` blocks."""
@@ -193,9 +193,9 @@ class ChatRenderer:
 
     def _compare(self, conversation: Conversation, text: str, spans: Mapping[int, Span], blocks: list[Span]) -> None:
         """Check that the `{% generation %}` blocks mark the same text as the prefixes, except whitespace around it."""
-        marked = {_stripped(text, span) for span in blocks}
+        marked = {_strip(text, span) for span in blocks}
         for turn, span in spans.items():
-            if _stripped(text, span) not in marked:
+            if _strip(text, span) not in marked:
                 near = min(blocks, key=lambda block: abs(block[0] - span[0]), default=(0, 0))
                 raise DataError(
                     f"message {turn} (assistant) is {_ends(text[slice(*span)])}, but the {{% generation %}} block of "
@@ -260,9 +260,9 @@ class ChatRenderer:
 
     def _open(self, conversation: Conversation) -> str:
         """Return the text up to where the model writes: a new message, or more of the last one if that is its own."""
-        begun = conversation.messages[-1]["role"] == "assistant"
-        options = self._options(conversation) | ({"continue_final_message": True} if begun else {})
-        return render(self.tokenizer, self._messages(conversation), options, add_generation_prompt=not begun)
+        started = conversation.messages[-1]["role"] == "assistant"
+        options = self._options(conversation) | ({"continue_final_message": True} if started else {})
+        return render(self.tokenizer, self._messages(conversation), options, add_generation_prompt=not started)
 
     def _render(self, conversation: Conversation, *, add_generation_prompt: bool) -> str:
         return self._apply(self._messages(conversation), conversation, add_generation_prompt)
@@ -335,7 +335,7 @@ def _content_end(message: Message, text: str) -> int:
     return at + len(content) if at >= 0 else 0
 
 
-def _stripped(text: str, span: Span) -> Span:
+def _strip(text: str, span: Span) -> Span:
     """Return a span without whitespace at its ends."""
     part = text[slice(*span)]
     begin = span[0] + len(part) - len(part.lstrip())
@@ -376,13 +376,13 @@ def _check_parts(conversation: Conversation, text: str, spans: Mapping[int, Span
         within = text[slice(*spans[index])] if index in spans else text
         if isinstance(message["content"], list) and _PRINTED_PART.search(within):
             raise DataError(
-                f"the chat template prints the list of content parts of {_named(message, index)} as code. Store the "
+                f"the chat template prints the list of content parts of {_label(message, index)} as code. Store the "
                 "content as one string."
             )
         for what, part in _parts(message):
             if not _contains(within, part):
                 raise DataError(
-                    f"the chat template changes or drops the {what} of {_named(message, index)}: {short(part)}. {_CURE}"
+                    f"the chat template changes or drops the {what} of {_label(message, index)}: {short(part)}. {_CURE}"
                 )
     for tool in conversation.tools:
         if tool_name(tool) not in text:
@@ -418,10 +418,10 @@ def _check_marks(conversation: Conversation, parts: list[dict[str, str]], text: 
         for what, mark in marks.items():
             earlier = message["role"] == "assistant" and index not in spans
             if mark not in text and not (earlier and what == "reasoning"):
-                raise DataError(f"the chat template drops the {what} of {_named(message, index)}. {_CURE}")
+                raise DataError(f"the chat template drops the {what} of {_label(message, index)}. {_CURE}")
 
 
-def _named(message: Message, index: int) -> str:
+def _label(message: Message, index: int) -> str:
     return f"message {index} ({message['role']})"
 
 
@@ -442,10 +442,10 @@ def _contains(text: str, part: str) -> bool:
     Whitespace around the part may differ, and around `<think>` tags in it, which a template may move to the prompt.
     """
 
-    def rendered(plain: str) -> bool:
+    def is_rendered(plain: str) -> bool:
         return plain in text or any(json.dumps(plain, ensure_ascii=ascii_)[1:-1] in text for ascii_ in (False, True))
 
-    return all(rendered(piece.strip()) for piece in _THINK.split(part))
+    return all(is_rendered(piece.strip()) for piece in _THINK.split(part))
 
 
 def _marker(message: Message, index: int) -> tuple[Message, dict[str, str]]:

@@ -29,7 +29,7 @@ from realign.data.files import (
     is_hidden,
     recognize,
 )
-from realign.data.hub import chosen_split, hub_files, is_hub_name, splits_of_folder
+from realign.data.hub import choose_split, hub_files, is_hub_name, splits_of_folder
 from realign.data.order import Ramp, epoch_order
 from realign.errors import DataError, SettingsError
 from realign.settings import Count, NonNegative, NonNegativeInt, Settings
@@ -180,7 +180,7 @@ def _local(text: str, split: str | None, subset: str | None) -> list[RowFile] | 
         raise DataError(f"no file or folder {_short(text)}: {error}") from error
     if is_folder:
         return _folder(path, split, subset)
-    files = [path] if is_file else _matching(path)
+    files = [path] if is_file else _match_files(path)
     if not files:
         return None
     for name, value in (("split", split), ("subset", subset)):
@@ -189,7 +189,7 @@ def _local(text: str, split: str | None, subset: str | None) -> list[RowFile] | 
     return [recognize(file) for file in files]
 
 
-def _matching(path: Path) -> list[Path]:
+def _match_files(path: Path) -> list[Path]:
     """Return the files that match a pattern, sorted."""
     if not _PATTERN.search(str(path)):
         return []
@@ -209,7 +209,7 @@ def _folder(folder: Path, split: str | None, subset: str | None) -> list[RowFile
     if (folder / "dataset_dict.json").is_file():
         return [
             SavedFolder(
-                folder / chosen_split(sorted(p.parent.name for p in folder.glob("*/state.json")), split, folder)
+                folder / choose_split(sorted(p.parent.name for p in folder.glob("*/state.json")), split, folder)
             )
         ]
     near = (file for pattern in ("*", "*/*") for file in folder.glob(pattern))  # data files of a repository
@@ -220,7 +220,7 @@ def _folder(folder: Path, split: str | None, subset: str | None) -> list[RowFile
             f"{folder} is neither a folder written by `save_to_disk` nor a folder of {FORMATS}; it contains {names}."
         )
     splits = splits_of_folder(folder, subset)
-    return [recognize(file) for file in splits[chosen_split(list(splits), split, folder)]]
+    return [recognize(file) for file in splits[choose_split(list(splits), split, folder)]]
 
 
 def _short(path: str) -> str:

@@ -409,7 +409,7 @@ class StreamedDataset(Dataset):
         self.weights = tuple(source.weight for source in sources if source.weight is not None)
         self._pack, self._keep_rows = pack, keep_rows
         self._rows: dict[tuple[int, RowKey], EncodedRow] = {}
-        self._keys = tuple(self._packed([]).keys)  # a constant of the class of the packed rows
+        self._keys = tuple(self._pack_rows([]).keys)  # a constant of the class of the packed rows
 
     def __len__(self) -> int:
         raise TypeError("the number of rows of a streamed dataset is unknown")
@@ -477,9 +477,9 @@ class StreamedDataset(Dataset):
     @override
     def sample(self, rows: Sequence[tuple[int, Any]]) -> SequenceSample:
         """Return the rows at the given (epoch, key) pairs, which the order has just returned."""
-        return self._packed(self._rows[row] for row in rows).with_ids([f"{key}@{epoch}" for epoch, key in rows])
+        return self._pack_rows(self._rows[row] for row in rows).with_ids([f"{key}@{epoch}" for epoch, key in rows])
 
-    def _packed(self, rows: Iterable[EncodedRow]) -> PackedDataset:
+    def _pack_rows(self, rows: Iterable[EncodedRow]) -> PackedDataset:
         collected = collect(rows, keep_rows=self._keep_rows)
         tokens = collected.tokens
         report = LoadReport("", len(tokens), len(tokens), {}, collected.truncated, len(tokens.ids), 0)

@@ -20,7 +20,7 @@ from realign.data.row_sources import Table
 from realign.data.writer import Turns, Writer
 from realign.errors import DataError, SettingsError
 from realign.settings import Range
-from realign.tokenization import Tokens, started
+from realign.tokenization import Tokens, with_start
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -154,7 +154,7 @@ class TextData(FileSource):
             # Each table by itself: no block spans two sources, since a mixture needs the source of each row.
             for source, table in enumerate(tables):
                 texts = _texts(table, self.text_column)
-                ids = (end(started(text, start)) for text in writer.encode(texts))
+                ids = (end(with_start(text, start)) for text in writer.encode(texts))
                 for block in cut(ids, self.block_tokens, self.blocks):
                     if len(block) >= shortest:
                         sizes[source] += 1

@@ -65,12 +65,12 @@ class CachedEncoder:
             if entry is not None:
                 for kind, message in entry["faults"].items():  # as the run did that wrote the entry
                     self.encoder.warn(kind, message)
-                yield from (_encoded(row, packed) for (_, row), packed in zip(chunk, entry["rows"], strict=True))
+                yield from (_unpack(row, packed) for (_, row), packed in zip(chunk, entry["rows"], strict=True))
                 continue
             self.encoder.faults = {}
             encoded = list(self.encoder.encode(chunk))
             if key is not None and today == _today(dated):
-                content = json.dumps({"faults": self.encoder.faults, "rows": list(map(_packed, encoded))}).encode()
+                content = json.dumps({"faults": self.encoder.faults, "rows": list(map(_pack, encoded))}).encode()
                 self._cache.write(key, _digest(key, content) + content)
             yield from encoded
 
@@ -93,14 +93,14 @@ def _digest(key: str, content: bytes) -> bytes:
     return hashlib.sha256(key.encode() + content).digest()
 
 
-def _packed(encoded: Encoded) -> Any:
+def _pack(encoded: Encoded) -> Any:
     if isinstance(encoded, DroppedRow):
         return encoded.reason
     sequences = [(s.ids, s.trained.hex(), s.prompt, s.start) for s in encoded.sequences]
     return sequences, encoded.labels, encoded.margins, encoded.truncated
 
 
-def _encoded(row: Row, packed: Any) -> Encoded:
+def _unpack(row: Row, packed: Any) -> Encoded:
     if isinstance(packed, str):
         return DroppedRow(packed)
     sequences, labels, margins, truncated = packed

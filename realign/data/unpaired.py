@@ -18,7 +18,7 @@ from realign.data.columns import Row, overlap, pair_or_conversation
 from realign.data.data_source import ResponseSource
 from realign.data.dataset import Collected, LoadReport, SequenceDataset
 from realign.data.encoding import RowText
-from realign.data.messages import parted, short
+from realign.data.messages import short, split_last
 from realign.data.writer import Writer
 from realign.errors import DataError, SettingsError
 
@@ -62,7 +62,7 @@ class UnpairedData(ResponseSource):
     def text_of(self, row: Row, writer: Writer) -> RowText:
         values = self.values(row)
         if "messages_column" in values:
-            prompt, response = parted(values["messages_column"])
+            prompt, response = split_last(values["messages_column"])
         else:
             prompt, response = values["prompt_column"], values["response_column"]
         written = writer.response(prompt, response, self.context(row))

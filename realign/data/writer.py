@@ -14,7 +14,7 @@ from realign.data.columns import Context
 from realign.data.messages import Conversation, Message, check_text, read_conversation, read_tools, short, texts_of
 from realign.data.rendering import AssistantMasks, ChatRenderer, Segment
 from realign.errors import ConfigError, DataError
-from realign.text import shortened
+from realign.text import shorten
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -146,9 +146,9 @@ class Writer:
             response = [{"role": "assistant", "content": response}]
         elif not isinstance(response, list):
             raise DataError(f"the response is {short(response)}; expected a string or a list of chat messages.")
-        start, answer = self._parted(prompt, context, self._read(response, context))
+        start, answer = self._split_prompt(prompt, context, self._read(response, context))
         if turns is not None and context.history and isinstance(prompt, str):
-            start, answer = Conversation(()), start.followed_by(answer)
+            start, answer = Conversation(()), start.concat(answer)
         return self._sequences(start, answer, turns or Turns.all)
 
     def conversation(self, value: Any, context: Context = NOTHING, turns: Turns = Turns.all) -> list[Written]:
@@ -189,12 +189,12 @@ class Writer:
             if self.template is not Template.chat:
                 common = _common_prompt(chosen, rejected)
                 if self._is_undecided:
-                    raise self._undecided(common, _dialogue_messages(common)[:-1], context)
+                    raise self._ambiguity_error(common, _dialogue_messages(common)[:-1], context)
                 return self._dialogues(common, chosen, rejected, context)
             chosen, rejected, lists = _dialogue_messages(chosen), _dialogue_messages(rejected), True
         if not lists or self.template is Template.plain:
             return self.response(prompt, chosen, context)[0], self.response(prompt, rejected, context)[0]
-        start, *ends = self._parted(prompt, context, self._read(chosen, context), self._read(rejected, context))
+        start, *ends = self._split_prompt(prompt, context, self._read(chosen, context), self._read(rejected, context))
         first, second = (self._sequences(start, end, Turns.all)[0] for end in ends)
         return first, second
 
@@ -204,14 +204,14 @@ class Writer:
         Raises:
             DataError: no turn is trained, or the start of an answer in the prompt has no continuation.
         """
-        begun = prompt.messages[-1] if len(prompt) and prompt.messages[-1]["role"] == "assistant" else None
-        if begun is not None:  # the first answer continues it
+        started = prompt.messages[-1] if len(prompt) and prompt.messages[-1]["role"] == "assistant" else None
+        if started is not None:  # the first answer continues it
             first = rest.messages[0]
             if not isinstance(first["content"], str):
                 raise DataError(f"the prompt ends with the start of an answer, but it goes on with {short(first)}.")
-            joined = {**begun, **first, "content": begun["content"] + first["content"]}
+            joined = {**started, **first, "content": started["content"] + first["content"]}
             prompt, rest = prompt.up_to(len(prompt) - 1), replace(rest, messages=(joined, *rest.messages[1:]))
-        conversation = prompt.followed_by(rest)
+        conversation = prompt.concat(rest)
         self.renderer.check_roles(conversation)
         answers = [turn for turn in conversation.assistant_turns() if turn >= len(prompt)]
         if turns is Turns.last:
@@ -226,14 +226,14 @@ class Writer:
                 self.renderer.segments(
                     conversation.up_to(group[-1] + 1) if turns is Turns.each else conversation,
                     group,
-                    begun if group[0] == len(prompt) else None,
+                    started if group[0] == len(prompt) else None,
                 ),
                 chat=True,
             )
             for group in groups
         ]
 
-    def _parted(self, prompt: Any, context: Context, *answers: Conversation) -> tuple[Conversation, ...]:
+    def _split_prompt(self, prompt: Any, context: Context, *answers: Conversation) -> tuple[Conversation, ...]:
         """Return the prompt of one or two responses, and the messages of each after it."""
         if prompt is not None and all(c.messages[0]["role"] == "assistant" for c in answers):
             return self._prompt(prompt, context), *answers
@@ -307,7 +307,7 @@ class Writer:
             return self.template is Template.chat
         messages = any(isinstance(value, list) for value in (prompt, *responses))
         if not messages and isinstance(prompt, str) and self._is_undecided:
-            raise self._undecided(prompt, prompt, context)
+            raise self._ambiguity_error(prompt, prompt, context)
         return messages
 
     @property
@@ -315,12 +315,12 @@ class Writer:
         """Whether a prompt that is a string could be plain text as well as a user message."""
         return self.template is Template.auto and bool(self.tokenizer.chat_template)
 
-    def _undecided(self, plain: str, chat: str | list[Message], context: Context) -> DataError:
+    def _ambiguity_error(self, plain: str, chat: str | list[Message], context: Context) -> DataError:
         """Return the error that shows a prompt both ways."""
         ways = []
         for template, value in ((Template.chat, chat), (Template.plain, plain)):
             try:
-                text = repr(shortened(replace(self, template=template).prompt(value, context).text, 200))
+                text = repr(shorten(replace(self, template=template).prompt(value, context).text, 200))
             except DataError as error:
                 text = f"an error ({error})"
             ways.append(f"data.template={template.value} for {text}")
@@ -374,7 +374,7 @@ class Writer:
         system = self.system or context.system
         if begins or not system:
             return conversation  # `check_context` refuses a column that differs from the message
-        return self._read([{"role": "system", "content": system}], context).followed_by(conversation)
+        return self._read([{"role": "system", "content": system}], context).concat(conversation)
 
 
 def _question(message: Message) -> str | None:

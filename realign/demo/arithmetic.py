@@ -49,7 +49,7 @@ def prepare(
     worked = [(a, b, add_without_carry(a, b) if rng.random() < mistakes else a + b) for a, b in practice]
     tiny.write_rows(
         task.demonstrations,
-        [{"prompt": f"{a}+{b}=", "response": written(answer)} for a, b, answer in worked[:demonstrations]],
+        [{"prompt": f"{a}+{b}=", "response": write_number(answer)} for a, b, answer in worked[:demonstrations]],
     )
     tiny.save(task.model, tiny.build_model("qwen2", 2 + len(CHARACTERS), seed=seed), build_tokenizer())
     return task
@@ -66,10 +66,10 @@ def add_without_carry(a: int, b: int) -> int:
 
 
 def _problem(a: int, b: int) -> dict[str, Any]:
-    return {"prompt": f"{a}+{b}=", "answer": written(a + b)}
+    return {"prompt": f"{a}+{b}=", "answer": write_number(a + b)}
 
 
-def written(number: int) -> str:
+def write_number(number: int) -> str:
     """Return a number in the notation of the demo: units digit first, the order of written addition."""
     return str(number)[::-1]
 
@@ -91,4 +91,4 @@ if __name__ == "__main__":
     folder, seed = (sys.argv[1:] + ["runs/arithmetic", "0"][len(sys.argv) - 1 :])[:2]
     for name, path in vars(prepare(Path(folder), seed=int(seed))).items():
         print(f"{name}: {path}")
-    print(f"Answers are written with the units digit first: {written(82)} is the answer {82} to 37+45=.")
+    print(f"Answers are written with the units digit first: {write_number(82)} is the answer {82} to 37+45=.")

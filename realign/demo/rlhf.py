@@ -40,7 +40,7 @@ Sample = dict[str, Any]
 # sampled. So they are comparable, and both start at 0.
 
 
-def judged(samples: Path, gold: RewardFunction) -> list[list[Sample]]:
+def read_responses(samples: Path, gold: RewardFunction) -> list[list[Sample]]:
     """Return the responses of a `samples.jsonl` that have both rewards, grouped by step.
 
     Adds the key `gold` to each response.
@@ -61,7 +61,7 @@ def compare(steps: Sequence[Sequence[Sample]]) -> list[dict[str, float]]:
     """Return the standardized learned and gold rewards of each step.
 
     Args:
-        steps: Responses by step, as returned by `judged`.
+        steps: Responses by step, as returned by `read_responses`.
 
     Returns:
         For each step: `step`; `learned` and `gold`, the mean rewards in standard deviations from the first step;
@@ -219,7 +219,7 @@ def experiments(demo: Demo) -> tuple[Experiment, ...]:
 
 def show(demo: Demo, console: Console, results: RlhfResults) -> dict[str, Any]:
     """Print the table and some responses, plot the curves, and return the results as a JSON object."""
-    steps = judged(results.ppo.output_dir / "samples.jsonl", load_function(GOLD))
+    steps = read_responses(results.ppo.output_dir / "samples.jsonl", load_function(GOLD))
     compared = compare(steps)
     picture = draw(demo, results, compared)
     summary = summarize(demo, results, compared)

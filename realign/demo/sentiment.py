@@ -149,7 +149,7 @@ def prepare(
         ),
     )
     labelled = [preference(rng, trained, hasty) for _ in range(pairs)]
-    write_rows(task.pairs, (dealt_out(rng, pair) for pair in labelled) if shuffle else labelled)
+    write_rows(task.pairs, (with_random_label(rng, pair) for pair in labelled) if shuffle else labelled)
     words = vocabulary()
     save(task.model, build_model("llama", 2 + len(words), seed=seed), _tokenizer(words))
     return task
@@ -178,7 +178,7 @@ def preference(rng: random.Random, openings: Sequence[str], hasty: float = 0.0) 
     return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
 
 
-def dealt_out(rng: random.Random, pair: Mapping[str, str]) -> dict[str, str]:
+def with_random_label(rng: random.Random, pair: Mapping[str, str]) -> dict[str, str]:
     """Return the pair with a random label."""
     chosen, rejected = rng.sample([pair["chosen"], pair["rejected"]], 2)
     return {"prompt": pair["prompt"], "chosen": chosen, "rejected": rejected}

@@ -59,14 +59,14 @@ def application(sessions: Sessions, caller: Caller, limits: EndpointLimits, mode
             Route(f"{prefix}/chat/completions", Calls(sessions, caller, limits, model), methods=["POST"]),
         ]
 
-    def failed(request: Request, error: Exception) -> Response:
+    def respond_with_error(request: Request, error: Exception) -> Response:
         if isinstance(error, HTTPException):
             error = ApiError(error.status_code, f"{error.detail}.", code="not_found")
         assert isinstance(error, ApiError)
         # as ASCII, since the name of an unknown parameter may be text that UTF-8 cannot encode
         return Response(json.dumps(error.body()), error.status, media_type="application/json")
 
-    handlers: Any = {ApiError: failed, HTTPException: failed}
+    handlers: Any = {ApiError: respond_with_error, HTTPException: respond_with_error}
     return Guard(Starlette(routes=routes, exception_handlers=handlers), limits)
 
 
@@ -127,7 +127,7 @@ class Calls:
             await send_parts(choice.index, stream.rest(choice.parsed))
             await _event(send, answer.closing(choice))
         if call.parameters.include_usage:
-            await _event(send, answer.used(choices))
+            await _event(send, answer.usage_chunk(choices))
 
 
 async def _event(send: Send, data: Any) -> None:

@@ -28,7 +28,7 @@ from realign.endpoint.requests import (
 )
 from realign.endpoint.response_parsing import ParsedResponse, ResponseReader, can_parse
 from realign.endpoint.responses import ResponseChoice
-from realign.endpoint.sessions import Session, closed
+from realign.endpoint.sessions import Session, closed_error
 from realign.environments.event_loops import DaemonThreads
 
 T = TypeVar("T")
@@ -55,23 +55,23 @@ class ApiCall:
 
     def reader(self) -> ResponseReader | None:
         """Return a parser of a response; None if its content is its whole text."""
-        given = self._given if self.prompt.begun else self.prompt.text
+        given = self._given if self.prompt.started else self.prompt.text
         return self.session.backend.renderer.reader(given, self.tools)
 
-    def limited(self, parsed: ParsedResponse) -> ParsedResponse:
+    def limit_tool_calls(self, parsed: ParsedResponse) -> ParsedResponse:
         """Return a response with its first tool call only, unless the request allows several."""
         return parsed if self.parameters.parallel_tool_calls else replace(parsed, tool_calls=parsed.tool_calls[:1])
 
     def text(self, ids: Sequence[int], *, special: bool = True) -> str:
         """Return the text of a response, including a beginning that the prompt contains."""
         given = self._given
-        begun = self.prompt.ids[len(given) :]
-        return self.session.backend.renderer.decode([*begun, *ids], before=given, special=special)
+        start_ids = self.prompt.ids[len(given) :]
+        return self.session.backend.renderer.decode([*start_ids, *ids], before=given, special=special)
 
     @property
     def _given(self) -> tuple[int, ...]:
         """The token ids of the prompt before the beginning of its response."""
-        return self.prompt.ids[: len(self.prompt.ids) - self.prompt.begun]
+        return self.prompt.ids[: len(self.prompt.ids) - self.prompt.started]
 
 
 class Caller:
@@ -103,7 +103,7 @@ class Caller:
 
         try:
             text = renderer.render(messages, tools, options)
-            if (hidden := renderer.hidden_tool(text, messages, tools, options)) is not None:
+            if (hidden := renderer.find_hidden_tool(text, messages, tools, options)) is not None:
                 raise invalid(
                     "tools",
                     f"the chat template of the model drops the tool {hidden!r}. Use a model whose chat template "
@@ -132,7 +132,7 @@ class Caller:
         def start() -> ApiCall:
             call = self._read(session, read_json(body))
             if left:
-                raise closed()
+                raise closed_error()
             call.handles = session.submit(call.prompt, call.parameters)
             return call
 
@@ -160,15 +160,15 @@ class Caller:
             ApiError: a response was canceled, the sampler failed, or the request or the session has ended.
         """
 
-        def finished() -> list[ResponseChoice]:
+        def finish() -> list[ResponseChoice]:
             torch.set_num_threads(self._torch_threads)
             completions = [call.session.result(handle) for handle in call.handles]
             if call.ended:
-                raise closed()
+                raise closed_error()
             call.session.keep(call.capture, call.prompt, completions)
             return [choice(call, index, completion) for index, completion in enumerate(completions)]
 
-        return await self._aside(finished)
+        return await self._aside(finish)
 
     async def so_far(self, call: ApiCall, index: int, reader: ResponseReader | None) -> ParsedResponse:
         """Return the parts of an unfinished response.
@@ -186,12 +186,12 @@ class Caller:
             ids = call.handles[index].tokens().ids.tolist()
             if reader is None:
                 return ParsedResponse(call.text(ids, special=False))
-            return call.limited(reader.part(call.text(ids)))
+            return call.limit_tool_calls(reader.part(call.text(ids)))
 
         try:
             return await self._aside(read)
         except RuntimeError as error:
-            raise call.session.failed(error) from error
+            raise call.session.error_of(error) from error
 
     async def _aside(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
@@ -219,7 +219,7 @@ def choice(call: ApiCall, index: int, completion: Completion) -> ResponseChoice:
     plain = call.text(sampled, special=False)
     parsed = ParsedResponse(plain) if reader is None else reader.whole(call.text(sampled), plain)
     content, stopped = cut(parsed.content, call.parameters.stop)
-    parsed = replace(call.limited(parsed), content=content)
+    parsed = replace(call.limit_tool_calls(parsed), content=content)
     scores = call.session.score(call.prompt, sampled, call.parameters) if call.parameters.top_logprobs else None
     return ResponseChoice(index, call.prompt, completion, parsed, stopped, scores)
 
@@ -302,7 +302,7 @@ def _common(lists: Sequence[Sequence[int]]) -> list[int]:
 def _with_beginning(renderer: Renderer, prompt: Prompt, ids: Sequence[int]) -> Prompt:
     """Return a prompt that ends with the beginning of the response."""
     text = prompt.text + renderer.decode(ids, before=prompt.ids)
-    return replace(prompt, ids=(*prompt.ids, *ids), text=text, begun=len(ids))
+    return replace(prompt, ids=(*prompt.ids, *ids), text=text, started=len(ids))
 
 
 def _unsupported(why: str) -> ApiError:

@@ -45,7 +45,7 @@ class Prompt:
     """Rendered text."""
     parent: CapturedCall | None = None
     """The call that this prompt continues."""
-    begun: int = 0
+    started: int = 0
     """Number of token ids at the end that begin the response, such as the beginning of a forced tool call."""
 
 

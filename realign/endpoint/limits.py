@@ -66,7 +66,7 @@ class Guard:
             return
         started = False
 
-        async def watched(event: MutableMapping[str, Any]) -> None:
+        async def watch_send(event: MutableMapping[str, Any]) -> None:
             nonlocal started
             started = True
             await send(event)
@@ -76,7 +76,7 @@ class Guard:
         self._active.add(task)
         try:
             async with asyncio.timeout(self._limits.timeout_s):
-                await self._app(scope, receive, watched)
+                await self._app(scope, receive, watch_send)
         except TimeoutError:
             if started:  # the server closes the connection of an incomplete response
                 return

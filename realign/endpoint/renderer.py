@@ -15,7 +15,7 @@ from realign.endpoint.response_parsing import (
     ResponseReader,
     can_parse,
     fits,
-    loaded_template,
+    load_template,
 )
 from realign.endpoint.response_parsing import response_template as found_response_template
 from realign.errors import ConfigError, DataError
@@ -46,7 +46,7 @@ class Renderer:
         self.tokenizer = copy.deepcopy(tokenizer)
         self.options = dict(options or {})
         self.tokenizer.response_template = found_response_template(self.tokenizer, response_template)
-        self._response_template = loaded_template(self.tokenizer)
+        self._response_template = load_template(self.tokenizer)
         # the texts of the tokens that are not part of content
         self._special = [str(t.content) for t in self.tokenizer.added_tokens_decoder.values() if t.special]
         self._tokens = Tokens(self.tokenizer)
@@ -92,7 +92,7 @@ class Renderer:
         except DataError as error:
             raise ValueError(str(error)) from error
 
-    def hidden_tool(
+    def find_hidden_tool(
         self,
         text: str,
         messages: Sequence[Mapping[str, Any]],
@@ -128,7 +128,7 @@ class Renderer:
         if not text:
             return []
         with self._encoding():
-            return self._tokens.following(text, before[-1]) if before else next(self._tokens.encode([text]))
+            return self._tokens.encode_following(text, before[-1]) if before else next(self._tokens.encode([text]))
 
     def exceeds(self, text: str, tokens: int) -> bool:
         """Return whether a text certainly has more than `tokens` tokens, without tokenizing a long one whole.

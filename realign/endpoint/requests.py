@@ -135,7 +135,7 @@ class Parameters:
         greedy = self.temperature is None or self.temperature < GREEDY_BELOW
         return defaults.temperature if greedy else self.temperature  # type: ignore[return-value]
 
-    def ignored(self, defaults: GenerationConfig) -> list[str]:
+    def list_ignored(self, defaults: GenerationConfig) -> list[str]:
         """Return the parameters that have no effect where the sampling distribution is fixed."""
         names = [
             f"{name}={value:g}"
@@ -161,27 +161,27 @@ def read_parameters(body: Mapping[str, Any]) -> Parameters:
     for name, value in given.items():
         if name not in SUPPORTED:
             _check_neutral(name, value)
-    options = _checked(given, "stream_options", {}, _is(dict), "expected an object")
+    options = _read_parameter(given, "stream_options", {}, _is(dict), "expected an object")
     if unknown := sorted(set(options) - {"include_usage", "include_obfuscation"}):
         raise unsupported(f"stream_options.{unknown[0]}")
     longest = "max_completion_tokens" if "max_completion_tokens" in given else "max_tokens"
-    logprobs = _checked(given, "logprobs", False, _is(bool), "expected true or false")
-    top = _checked(given, "top_logprobs", 0, _integer(0, MOST_TOP), f"expected an integer from 0 to {MOST_TOP}")
+    logprobs = _read_parameter(given, "logprobs", False, _is(bool), "expected true or false")
+    top = _read_parameter(given, "top_logprobs", 0, _integer(0, MOST_TOP), f"expected an integer from 0 to {MOST_TOP}")
     if top and not logprobs:
         raise invalid("top_logprobs", "requires logprobs=true")
     return Parameters(
-        n=_checked(given, "n", 1, _integer(1, MOST_CHOICES), f"expected an integer from 1 to {MOST_CHOICES}"),
+        n=_read_parameter(given, "n", 1, _integer(1, MOST_CHOICES), f"expected an integer from 1 to {MOST_CHOICES}"),
         stop=_stops(given.get("stop")),
-        max_tokens=_checked(given, longest, None, _integer(1, 2**31), "expected an integer of at least 1"),
-        temperature=_checked(given, "temperature", None, _number(0, 2), "expected a number from 0 to 2"),
-        top_p=_checked(given, "top_p", None, _number(1e-9, 1), "expected a number above 0 and at most 1"),
-        seed=_checked(given, "seed", None, _integer(-(2**63), 2**63), "expected an integer of 64 bits"),
-        stream=_checked(given, "stream", False, _is(bool), "expected true or false"),
+        max_tokens=_read_parameter(given, longest, None, _integer(1, 2**31), "expected an integer of at least 1"),
+        temperature=_read_parameter(given, "temperature", None, _number(0, 2), "expected a number from 0 to 2"),
+        top_p=_read_parameter(given, "top_p", None, _number(1e-9, 1), "expected a number above 0 and at most 1"),
+        seed=_read_parameter(given, "seed", None, _integer(-(2**63), 2**63), "expected an integer of 64 bits"),
+        stream=_read_parameter(given, "stream", False, _is(bool), "expected true or false"),
         include_usage=bool(options.get("include_usage")),
         logprobs=logprobs,
         top_logprobs=top,
-        return_token_ids=_checked(given, "return_token_ids", False, _is(bool), "expected true or false"),
-        parallel_tool_calls=_checked(given, "parallel_tool_calls", True, _is(bool), "expected true or false"),
+        return_token_ids=_read_parameter(given, "return_token_ids", False, _is(bool), "expected true or false"),
+        parallel_tool_calls=_read_parameter(given, "parallel_tool_calls", True, _is(bool), "expected true or false"),
     )
 
 
@@ -194,7 +194,9 @@ def _check_neutral(name: str, value: Any) -> None:
         raise unsupported(name)
 
 
-def _checked(given: Mapping[str, Any], name: str, default: Any, check: Callable[[Any], bool], expected: str) -> Any:
+def _read_parameter(
+    given: Mapping[str, Any], name: str, default: Any, check: Callable[[Any], bool], expected: str
+) -> Any:
     value = given.get(name)
     if value is None:
         return default

@@ -142,7 +142,7 @@ def can_parse(tokenizer: Any) -> bool:
     return getattr(tokenizer, "response_template", None) is not None
 
 
-def loaded_template(tokenizer: Any) -> ResponseTemplate | None:
+def load_template(tokenizer: Any) -> ResponseTemplate | None:
     """Return the response template of a tokenizer for `ResponseReader`; None if it has none.
 
     Removes the alternative `$` from the ends of regions. A region always ends at the end of the text. However, `$` also
@@ -202,7 +202,7 @@ class ResponseReader:
         self._tools: list[Any] | None = list(tools) if tools else None
         self._text = ""
         self._failed = False
-        self._parser, self._regions = self._started()
+        self._parser, self._regions = self._start_parser()
 
     def part(self, text: str) -> ParsedResponse:
         """Return the parts of an unfinished response that further text does not change.
@@ -213,7 +213,7 @@ class ResponseReader:
         stable = text.rstrip(_INCOMPLETE)
         if stable.startswith(self._text):
             self._read(stable)
-        return self._parsed()
+        return self._parse()
 
     def whole(self, text: str, plain: str) -> ParsedResponse:
         """Return the parts of the finished response.
@@ -224,17 +224,17 @@ class ResponseReader:
         """
         if not text.startswith(self._text):  # the decoded text changed before its end
             self._text, self._failed = "", False
-            self._parser, self._regions = self._started()
+            self._parser, self._regions = self._start_parser()
         self._read(text)
         if not self._failed:
             try:
                 _collect(self._parser.finalize()[1], self._regions)
             except Exception:  # see `_read`
                 self._failed = True
-        parsed = self._parsed()
+        parsed = self._parse()
         return parsed if parsed.content or parsed.tool_calls or parsed.reasoning else ParsedResponse(plain)
 
-    def _started(self) -> tuple[ResponseParser, list[_Region]]:
+    def _start_parser(self) -> tuple[ResponseParser, list[_Region]]:
         from transformers.utils.chat_parsing import ResponseParser
 
         try:
@@ -278,13 +278,13 @@ class ResponseReader:
 
     def _regions_of(self, length: int) -> list[_Region] | None:
         """Return the regions of a beginning of the text; None if the parser fails."""
-        parser, regions = self._started()
+        parser, regions = self._start_parser()
         try:
             return _collect(parser.feed(self._text[:length]), regions)
         except Exception:  # see `_read`
             return None
 
-    def _parsed(self) -> ParsedResponse:
+    def _parse(self) -> ParsedResponse:
         contents: list[str] = []
         reasoning: list[str] = []
         calls: list[ToolCall] = []
@@ -301,7 +301,7 @@ class ResponseReader:
                 reasoning.append(self._text_of(region))
             elif region.field == "content":
                 contents.append(self._text_of(region))
-        return ParsedResponse(_joined(contents), tuple(calls), _joined(reasoning) or None)
+        return ParsedResponse(_join(contents), tuple(calls), _join(reasoning) or None)
 
     def _calls_of(self, region: _Region) -> list[ToolCall] | None:
         """Return the tool calls of a region; None if the region is invalid, so that its text is content."""
@@ -350,7 +350,7 @@ def _collect(events: Iterable[Mapping[str, Any]], regions: list[_Region]) -> lis
     return regions
 
 
-def _joined(parts: Sequence[str]) -> str:
+def _join(parts: Sequence[str]) -> str:
     """Return the parts that are not empty, in separate lines."""
     return "\n".join(filter(None, parts))
 

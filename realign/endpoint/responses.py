@@ -149,7 +149,7 @@ class ResponseWriter:
         chunk["choices"][0] |= {k: v for k, v in self._choice(choice).items() if k != "message"}
         return chunk
 
-    def used(self, choices: Sequence[ResponseChoice]) -> dict[str, Any]:
+    def usage_chunk(self, choices: Sequence[ResponseChoice]) -> dict[str, Any]:
         """Return the chunk with the usage, which follows all choices."""
         return self._object("chat.completion.chunk", []) | {"usage": usage(choices)}
 

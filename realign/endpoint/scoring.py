@@ -47,7 +47,7 @@ class Scorer:
         """
         names = [f"top{place}" for place in range(top)]
 
-        def scored(output: ModelOutput, part: SequenceSample) -> SequenceSample:
+        def score(output: ModelOutput, part: SequenceSample) -> SequenceSample:
             hidden_TH, head, given_T = output.hidden_states(), output.lm_head, part["input_ids"]
             chunks: list[list[Tensor]] = []
             for start in range(0, len(given_T), _CHUNK):
@@ -62,6 +62,6 @@ class Scorer:
 
         ids = torch.tensor([*prompt, *response], dtype=torch.int64)
         sample = SequenceSample.from_sequences(["scored"], {"input_ids": [[ids]]})
-        out = self.forward(sample, MicroBatchSpec(), scored)
+        out = self.forward(sample, MicroBatchSpec(), score)
         columns = [zip(out[f"{name}_ids"].tolist(), out[name].tolist(), strict=True) for name in names]
         return TokenScores(out["own"].tolist()[len(prompt) :], list(zip(*columns, strict=True))[len(prompt) :])

@@ -55,7 +55,7 @@ class Endpoint:
         from realign.endpoint.app import application
 
         self.sessions = sessions
-        self._socket = _listening(host, port)
+        self._socket = _listen(host, port)
         self._host, self._port = host, self._socket.getsockname()[1]
         self._caller = Caller()
         self._server = _server(application(sessions, self._caller, limits, model), limits)
@@ -147,17 +147,17 @@ def _server(app: Guard, limits: EndpointLimits) -> Server:
                 oldest.transport.abort()
                 # It ends in a later turn of the loop. Counted until then, it would cost another client its connection.
                 self.connections.discard(oldest)
-                oldest._begun()
+                oldest._cancel_timer()
             self._wait(HEADERS_S)
 
         def connection_lost(self, exc: Exception | None) -> None:
-            self._begun()
+            self._cancel_timer()
             super().connection_lost(exc)
 
         def data_received(self, data: bytes) -> None:
             super().data_received(data)
             if self.cycle is not None and not self.cycle.response_complete:
-                self._begun()
+                self._cancel_timer()
 
         def on_response_complete(self) -> None:
             super().on_response_complete()
@@ -169,7 +169,7 @@ def _server(app: Guard, limits: EndpointLimits) -> Server:
             if not self.transport.is_closing():
                 waiting[self] = self.loop.call_later(seconds, self.transport.abort)
 
-        def _begun(self) -> None:
+        def _cancel_timer(self) -> None:
             if (timer := waiting.pop(self, None)) is not None:
                 timer.cancel()
 
@@ -211,7 +211,7 @@ def _server(app: Guard, limits: EndpointLimits) -> Server:
     return Ending(config)
 
 
-def _listening(host: str, port: int) -> socket.socket:
+def _listen(host: str, port: int) -> socket.socket:
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind)

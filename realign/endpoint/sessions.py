@@ -112,14 +112,14 @@ class Session:
         config = self._config(prompt, parameters)
         with self._lock:
             if self._closed:
-                raise closed()
+                raise closed_error()
             if self.max_calls is not None and self.started >= self.max_calls:
                 raise ApiError(
                     403, f"The session has reached its limit of {self.max_calls} calls.", code="max_calls_exceeded"
                 )
             number, self.started = self.started, self.started + 1
             if self.backend.fixed_sampling and not self.ignored:
-                self.ignored = parameters.ignored(self.backend.generation)
+                self.ignored = parameters.list_ignored(self.backend.generation)
         # A seed of a request names its responses, so that equal requests get equal ones in every session.
         fixed = self.backend.fixed_sampling or parameters.seed is None
         name = f"{self.name}/turn{number}" if fixed else f"seed{parameters.seed}"
@@ -133,7 +133,7 @@ class Session:
         except BaseException as error:
             for handle in handles:
                 handle.cancel()
-            raise self.failed(error) from error
+            raise self.error_of(error) from error
         with self._lock:
             self._handles.update(handles)
         if self._closed:  # closed meanwhile
@@ -149,9 +149,9 @@ class Session:
         try:
             return handle.result()
         except CancelledError as error:
-            raise closed() from error
+            raise closed_error() from error
         except BaseException as error:
-            raise self.failed(error) from error
+            raise self.error_of(error) from error
         finally:
             with self._lock:
                 self._handles.discard(handle)
@@ -164,7 +164,7 @@ class Session:
         """
         with self._lock:
             if self._closed:
-                raise closed()
+                raise closed_error()
             return [capture.add(self.backend.renderer, prompt, completion) for completion in completions]
 
     def score(self, prompt: Prompt, response: Sequence[int], parameters: Parameters) -> TokenScores:
@@ -179,7 +179,7 @@ class Session:
         try:
             return self.backend.scorer.score(prompt.ids, response, top, temperature)
         except RuntimeError as error:
-            raise self.failed(error) from error
+            raise self.error_of(error) from error
 
     def close(self) -> None:
         """End the session: cancel unfinished calls, and capture no further ones. Idempotent."""
@@ -187,7 +187,7 @@ class Session:
             self._closed = True
         self._cancel()
 
-    def failed(self, error: BaseException) -> ApiError:
+    def error_of(self, error: BaseException) -> ApiError:
         """Return the error for the client, and store errors that are not the client's."""
         if isinstance(error, ApiError):
             return error
@@ -283,7 +283,7 @@ def _too_long(tokens: int | str, most: int | None) -> ApiError:
     return ApiError(400, message, param="messages", code="context_length_exceeded")
 
 
-def closed() -> ApiError:
+def closed_error() -> ApiError:
     """Return the error of a call in a session that has ended."""
     return ApiError(409, "The session has ended.", code="session_closed")
 

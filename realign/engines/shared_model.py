@@ -19,8 +19,8 @@ from realign.api.engine import (
     PipelinableEngine,
     PostHook,
     StepIf,
-    copied_head,
-    measured,
+    copy_head,
+    run_loss,
 )
 from realign.api.generation import GenerationConfig
 from realign.api.microbatch import MicroBatchSpec
@@ -204,7 +204,7 @@ class ReferenceEngine(SharedEngine):
     @override
     def measure(self, data: SequenceSample, mb_spec: MicroBatchSpec, loss_fn: LossFn) -> Stats:
         """Measure the frozen policy."""
-        return measured(self.forward, data, mb_spec, loss_fn)
+        return run_loss(self.forward, data, mb_spec, loss_fn)
 
     @override
     def capabilities(self) -> EngineCapabilities:
@@ -217,7 +217,7 @@ class ReferenceEngine(SharedEngine):
     @override
     def lm_head(self) -> LMHead:
         """Return a copy of the frozen policy's head, which may differ from the head of the trained model."""
-        return copied_head(self.forward)
+        return copy_head(self.forward)
 
     @override
     def generate(self, data: SequenceSample, config: GenerationConfig, *, seed: int) -> SequenceSample:

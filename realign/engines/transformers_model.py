@@ -187,7 +187,7 @@ class TransformersModel(Settings, ModelSpec):
                 trainable=self.optimizer is not None,
             )
         value_head = self._value_head
-        settings = self._settings(device).allowed(load_balancing=self.load_balancing is not None)
+        settings = self._settings(device).restrict(load_balancing=self.load_balancing is not None)
         # As in the engine: passes run one after another on several ranks, and with a value head that has layers (ADR
         # 12).
         together = settings.parallel_passes is ParallelPasses.auto and device.type == "cpu" and ranks == 1
@@ -268,8 +268,8 @@ class TransformersModel(Settings, ModelSpec):
     @override
     def with_memory_choice(self, choice: MemoryChoice, on: bool) -> ModelSpec:
         if choice is MemoryChoice.checkpointing:
-            return self._replaced(gradient_checkpointing=on)
-        return self._replaced(sharding=replace(self.sharding, keep_rollout=on))
+            return self._replace(gradient_checkpointing=on)
+        return self._replace(sharding=replace(self.sharding, keep_rollout=on))
 
     @override
     def hash_of_weights(self, name: str) -> str | None:
@@ -277,7 +277,7 @@ class TransformersModel(Settings, ModelSpec):
         adapter = find_adapter(f"models.{name}.path={self.path!r}", self.path)
         return hash_of_folders([self.path] if adapter is None else [self.path, adapter.base])
 
-    def _replaced(self, **changes: Any) -> TransformersModel:
+    def _replace(self, **changes: Any) -> TransformersModel:
         copy = replace(self, **changes)
         # `replace` calls the constructor, and `inherited` is no argument of it.
         return copy if self.inherited is None else copy.with_tokenizer(self.inherited)
@@ -388,14 +388,14 @@ class TransformersModel(Settings, ModelSpec):
         """Return a copy that keeps no moving average of the weights."""
         if self.optimizer is None:
             return self
-        return self._replaced(optimizer=replace(self.optimizer, ema_decay=None))
+        return self._replace(optimizer=replace(self.optimizer, ema_decay=None))
 
     @override
     def for_evaluation(self) -> ModelSpec:
         """Return a frozen copy that merges adapters and does not quantize."""
         adapter = AdapterStart.auto if self.adapter is AdapterStart.continue_ else self.adapter
-        plain = self._replaced(load_balancing=None, gradient_checkpointing=Auto.auto, load_in_4bit=False)
-        return plain._replaced(optimizer=None, trains=All(), adapter=adapter)
+        plain = self._replace(load_balancing=None, gradient_checkpointing=Auto.auto, load_in_4bit=False)
+        return plain._replace(optimizer=None, trains=All(), adapter=adapter)
 
     @override
     def tokenizer_source(self, role: str) -> TokenizerSource:

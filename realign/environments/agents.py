@@ -21,7 +21,7 @@ from realign.api.environment import Environment, Response
 from realign.environments.calls import Step, finite_reward, read_step
 from realign.environments.loading import takes_seed
 from realign.environments.tools import ToolSources
-from realign.environments.turns import shortened
+from realign.environments.turns import abbreviate
 from realign.errors import ConfigError
 from realign.rewards.pool.binding import named_arguments
 from realign.rewards.pool.functions import is_async, load_object
@@ -132,7 +132,7 @@ def outcome(returned: Any) -> Outcome:
     key = _REWARDS if _REWARDS in returned else "reward"
     if key not in returned or (unknown := set(returned) - {key, "truncated"}):
         wrong = "has no key 'reward'" if key not in returned else f"has the unknown key {min(unknown, key=str)!r}"
-        raise ValueError(f"the agent returned {shortened(returned)}, which {wrong}")
+        raise ValueError(f"the agent returned {abbreviate(returned)}, which {wrong}")
     truncated = returned.get("truncated", False)
     if key == _REWARDS:
         return "", 0.0, truncated is False, truncated, {_REWARDS: returned[_REWARDS]}
@@ -154,7 +154,7 @@ def read_outcome(roles: Sequence[str], returned: Any, tokens: Callable[[Any], Se
     rewards = returned[4].get(_REWARDS, {})
     if not isinstance(rewards, Mapping) or set(rewards) != set(roles):
         expected = f"the key 'rewards' with a reward for each of {', '.join(roles)}" if roles else "one reward"
-        raise ValueError(f"the agent returned the rewards {shortened(rewards)}, expected {expected}")
+        raise ValueError(f"the agent returned the rewards {abbreviate(rewards)}, expected {expected}")
     return replace(step, role_rewards={role: finite_reward(reward) for role, reward in rewards.items()})
 
 

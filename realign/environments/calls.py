@@ -13,7 +13,7 @@ import torch
 
 from realign.api.environment import EpisodeFailure
 from realign.environments.event_loops import LoopThread
-from realign.environments.turns import shortened
+from realign.environments.turns import abbreviate
 from realign.errors import TransientError
 from realign.text import visible
 
@@ -49,7 +49,7 @@ def read_reset(returned: Any, tokens: Callable[[Any], Sequence[int]]) -> Step:
         ValueError: the return value is invalid.
     """
     if not isinstance(returned, tuple | list) or len(returned) != 2 or not isinstance(returned[1], Mapping):
-        raise ValueError(f"reset returned {shortened(returned)}, expected 2 values: observation, info (a dict)")
+        raise ValueError(f"reset returned {abbreviate(returned)}, expected 2 values: observation, info (a dict)")
     return Step(tokens(returned[0]))
 
 
@@ -64,14 +64,14 @@ def read_step(returned: Any, tokens: Callable[[Any], Sequence[int]]) -> Step:
         ValueError: the return value is invalid.
     """
     if not isinstance(returned, tuple | list) or len(returned) != 5:
-        size = f"{len(returned)} values" if isinstance(returned, tuple | list) else shortened(returned)
+        size = f"{len(returned)} values" if isinstance(returned, tuple | list) else abbreviate(returned)
         raise ValueError(f"step returned {size}, expected 5: observation, reward, terminated, truncated, info")
     observation, reward, terminated, truncated, _ = returned
     ends = []
     for name, value in (("terminated", terminated), ("truncated", truncated)):
         value = _plain(value)
         if not isinstance(value, bool):
-            raise ValueError(f"{name} is {shortened(value)}, expected True or False")
+            raise ValueError(f"{name} is {abbreviate(value)}, expected True or False")
         ends.append(value)
     number, over = finite_reward(reward), any(ends)
     return Step(() if over else tokens(observation), number, ends[0], ends[1] and not ends[0])
@@ -85,7 +85,7 @@ def finite_reward(reward: Any) -> float:
     """
     number = _plain(reward)
     if not isinstance(number, int | float) or not abs(number) <= LARGEST:
-        raise ValueError(f"the reward is {shortened(reward)}, expected a number that is finite in float32")
+        raise ValueError(f"the reward is {abbreviate(reward)}, expected a number that is finite in float32")
     return float(number)
 
 
@@ -156,7 +156,7 @@ async def _answer(name: str, call: Callable[[], Any], read: Callable[[Any], Step
     try:
         returned = await result_of(call)
     except BaseException as error:  # includes SystemExit, which would end the event loop if raised in a task
-        return Answer(None, _described(error), kind_of(error))
+        return Answer(None, _format_traceback(error), kind_of(error))
     try:
         return Answer(read(returned))
     except ValueError as error:
@@ -189,7 +189,7 @@ def _outcome(call: Callable[[], Any]) -> tuple[Any, BaseException | None]:
         return None, error
 
 
-def _described(error: BaseException) -> str:
+def _format_traceback(error: BaseException) -> str:
     """Format the traceback, starting at the environment's code."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:

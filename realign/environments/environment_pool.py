@@ -85,7 +85,7 @@ class EnvironmentPool:
 
     def step(self, turns: Mapping[int, Response]) -> list[Answer]:
         """Call `step` with the policy's turn for each of these episodes; returns the answers in the same order."""
-        return self._ask({episode: partial(self._step, episode, said) for episode, said in turns.items()})
+        return self._ask({episode: partial(self._step, episode, reply) for episode, reply in turns.items()})
 
     def _ask(self, questions: Mapping[int, Question]) -> list[Answer]:
         """Return the answers in order; a question that a blocked loop did not answer gets a failure."""
@@ -101,10 +101,10 @@ class EnvironmentPool:
             if answer.step is None or answer.step.over:
                 await self._close(episode)  # the answer is stored already, so a failing `close` cannot change it
 
-        async def gathered() -> None:
+        async def gather() -> None:
             await asyncio.gather(*(ask_one(*item) for item in asked.items()))
 
-        if not asked or self._run(gathered):
+        if not asked or self._run(gather):
             return [answers[episode] for episode in questions]
         limit = f"timeout_s={self._shared.limits.timeout_s:g}"
         why = f"no answer within {limit}: a call blocked the event loop, which was abandoned"

@@ -12,7 +12,7 @@ from realign.cells import read_column
 from realign.environments.calls import result_of
 from realign.environments.tools import Toolbox
 from realign.errors import ConfigError
-from realign.rewards.pool.binding import Scored, bound
+from realign.rewards.pool.binding import Scored, bind
 from realign.rewards.pool.functions import load_function
 
 _LIMITS = ("context_length_exceeded", "max_calls_exceeded")
@@ -47,7 +47,7 @@ async def chat(
         ValueError: the endpoint or the reward function failed.
     """
     score_of = load_function(reward)
-    binding = bound(score_of, reward)
+    binding = bind(score_of, reward)
     if binding.returns_list or binding.token_ids:
         raise ConfigError(f"reward={reward}: expected a function of one response, such as (prompt, response, row).")
     question = read_column(row, prompt)
@@ -58,12 +58,12 @@ async def chat(
     # No timeout, since the episode has one. No certificates to load, since the endpoint is on this machine.
     async with httpx2.AsyncClient(base_url=base_url, headers=headers, timeout=None, verify=False) as client:
         for _ in range(max_turns):
-            said = await _ask(client, messages, tools)
-            if said is None:
+            reply = await _ask(client, messages, tools)
+            if reply is None:
                 break
-            messages.append(said)
-            answer = said.get("content") or ""
-            if not (calls := said.get("tool_calls")):
+            messages.append(reply)
+            answer = reply.get("content") or ""
+            if not (calls := reply.get("tool_calls")):
                 ended = True
                 break
             for call in calls:
@@ -71,7 +71,7 @@ async def chat(
                 text = await tools.call(function["name"], function["arguments"])
                 messages.append({"role": "tool", "tool_call_id": call["id"], "name": function["name"], "content": text})
     shown = question if isinstance(question, str) else str(question[-1]["content"])
-    if missing := binding.missing([row]):
+    if missing := binding.describe_missing([row]):
         raise ValueError(f"reward={reward}: {missing}")
     arguments, keywords = binding.arguments([Scored(shown, answer, row)])
     score = await result_of(partial(score_of, *arguments, **keywords))

@@ -18,7 +18,7 @@ from realign.environments.calls import result_of
 from realign.errors import ConfigError
 from realign.rewards.pool.functions import load_object
 from realign.rewards.pool.http import AS_IT_IS, limit_answer
-from realign.rewards.pool.secrets import check_url, filled, masked, masked_text
+from realign.rewards.pool.secrets import check_url, fill_url, redact, redact_text
 
 _FORMS = "'package.module:function' or 'path/to/file.py:function'"
 
@@ -149,11 +149,11 @@ class ToolSources:
             ConnectionError: a server cannot be reached.
         """
 
-        async def listed() -> list[dict[str, Any]]:
+        async def list_schemas() -> list[dict[str, Any]]:
             async with self.open() as tools:
                 return tools.schemas
 
-        return asyncio.run(listed())
+        return asyncio.run(list_schemas())
 
 
 def load_tools(functions: Sequence[str], servers: Sequence[str]) -> ToolSources:
@@ -203,16 +203,16 @@ class McpServer:
         """
         if importlib.util.find_spec("mcp") is None:
             raise ConfigError(
-                f"mcp={masked_text(given)}: the package mcp is not installed. Run pip install 'realign-rl[mcp]'."
+                f"mcp={redact_text(given)}: the package mcp is not installed. Run pip install 'realign-rl[mcp]'."
             )
         if given.startswith(("http://", "https://")):
             check_url(given, KIND)
-            filled(given, kind=KIND)  # fails if a variable is missing
+            fill_url(given, kind=KIND)  # fails if a variable is missing
             return cls(url=given)
         try:
             words = tuple(shlex.split(given))
         except ValueError as error:
-            raise ConfigError(f"mcp={masked_text(given)}: cannot read the command ({error}).") from error
+            raise ConfigError(f"mcp={redact_text(given)}: cannot read the command ({error}).") from error
         if not words:
             raise ConfigError(f"mcp={given!r}: expected a URL or a command.")
         return cls(command=words)
@@ -228,13 +228,13 @@ class McpServer:
         from mcp import Client, StdioServerParameters
         from mcp.client.streamable_http import streamable_http_client
 
-        url, secrets = filled(self.url, kind=KIND) if self.url else ("", [])
-        shown = masked(self.url) if self.url else self.command[0]
+        url, secrets = fill_url(self.url, kind=KIND) if self.url else ("", [])
+        shown = redact(self.url) if self.url else self.command[0]
         raised: BaseException | None = None
 
-        def described(error: BaseException) -> str:
+        def describe(error: BaseException) -> str:
             first = _first(error)
-            reason = masked_text(f"{type(first).__name__}: {first}".partition("\n")[0])
+            reason = redact_text(f"{type(first).__name__}: {first}".partition("\n")[0])
             for secret in filter(None, secrets):  # a server can repeat it, such as in a redirect
                 reason = reason.replace(quote(secret, safe=""), "***").replace(secret, "***")
             return reason
@@ -252,10 +252,10 @@ class McpServer:
                         target = StdioServerParameters(command=self.command[0], args=list(self.command[1:]))
                     client = await stack.enter_async_context(Client(target))
                 except Exception as error:
-                    raised = ConnectionError(f"cannot connect to the MCP server {shown!r}: {described(error)}")
+                    raised = ConnectionError(f"cannot connect to the MCP server {shown!r}: {describe(error)}")
                     raise raised from None
                 try:
-                    yield McpTools(client, described)
+                    yield McpTools(client, describe)
                 except BaseException as error:
                     raised = error
                     raise
@@ -264,7 +264,7 @@ class McpServer:
             if (task := asyncio.current_task()) is not None and task.cancelling():
                 first = asyncio.CancelledError()
             elif first is not error and first is not raised:  # of the connection
-                first = ConnectionError(f"the MCP server {shown!r} failed: {described(error)}")
+                first = ConnectionError(f"the MCP server {shown!r} failed: {describe(error)}")
         else:
             return
         raise first  # here, where nothing is its context

@@ -45,13 +45,13 @@ class TurnWriter:
         Raises:
             ValueError: the observation is invalid, or needs the chat template, which is already applied to the prompt.
         """
-        text, ids, messages = parted(observation)
+        text, ids, messages = split_observation(observation)
         if messages or (self.chat and text):
             raise ValueError(
                 "reset returned text or messages, but the chat template has already formatted the prompt. Return "
                 '"" or token ids from reset, and put text for the policy into the row'
             )
-        return self._known(ids) if ids is not None else self._encode(text)
+        return self._check_ids(ids) if ids is not None else self._encode(text)
 
     def between(self, observation: Observation, sampled: Sequence[int]) -> list[int]:
         """Encode the tokens between a sampled turn and the next one.
@@ -64,9 +64,9 @@ class TurnWriter:
         Raises:
             ValueError: the observation is invalid, has messages with `chat=False`, or the chat template failed.
         """
-        text, ids, messages = parted(observation)
+        text, ids, messages = split_observation(observation)
         if ids is not None:
-            return self._known(ids)
+            return self._check_ids(ids)
         if not self.chat:
             if messages:
                 raise ValueError("the observation contains chat messages, which require chat=true")
@@ -92,18 +92,18 @@ class TurnWriter:
 
     def _encode(self, text: str, before: Sequence[int] = ()) -> list[int]:
         try:
-            return Tokens(self.tokenizer).following(text, before[-1] if before else None)
+            return Tokens(self.tokenizer).encode_following(text, before[-1] if before else None)
         except TypeError as error:  # a lone surrogate, which broken JSON may contain
-            raise ValueError(f"the tokenizer cannot encode {shortened(text)}: {error}") from error
+            raise ValueError(f"the tokenizer cannot encode {abbreviate(text)}: {error}") from error
 
-    def _known(self, ids: Sequence[int]) -> list[int]:
+    def _check_ids(self, ids: Sequence[int]) -> list[int]:
         words = len(self.tokenizer)
         if odd := [i for i in ids if not 0 <= i < words]:
             raise ValueError(f"token id {odd[0]} is unknown: the tokenizer has ids 0 to {words - 1}")
         return list(ids)
 
 
-def parted(observation: Any) -> tuple[str, list[int] | None, list[Mapping[str, Any]]]:
+def split_observation(observation: Any) -> tuple[str, list[int] | None, list[Mapping[str, Any]]]:
     """Return an observation as (text, token ids or None, messages). Exactly one of the three represents it.
 
     Raises:
@@ -118,12 +118,12 @@ def parted(observation: Any) -> tuple[str, list[int] | None, list[Mapping[str, A
         if all(isinstance(m, Mapping) and isinstance(m.get("role"), str) and "content" in m for m in items):
             return "", None, list(items)
     raise ValueError(
-        f"the observation is {shortened(observation)}, expected text, a list of token ids, or a list of chat messages "
+        f"the observation is {abbreviate(observation)}, expected text, a list of token ids, or a list of chat messages "
         "with 'role' and 'content'"
     )
 
 
-def shortened(value: Any) -> str:
+def abbreviate(value: Any) -> str:
     """Return a shortened `repr` of a value and its type, for messages."""
     text = repr(value)
     return f"{text if len(text) <= 80 else text[:80] + '...'} ({type(value).__name__})"

@@ -25,7 +25,7 @@ __all__ = [
     "Projection",
     "Support",
     "check_head",
-    "chosen_chunk",
+    "choose_chunk",
     "chunk_tokens",
     "chunks",
     "no_autocast",
@@ -92,7 +92,7 @@ class WordShard:
         local_N = targets_N - self.start
         return (local_N >= 0) & (local_N < rows), local_N.clamp(0, rows - 1)
 
-    def merged(self, targets_C: Tensor, *parts: Tensor) -> tuple[Tensor, ...]:
+    def merge(self, targets_C: Tensor, *parts: Tensor) -> tuple[Tensor, ...]:
         """Return the statistics of all logits from those of the logits of this process.
 
         They are, each [C]: the largest logit; the sum of the weights exp(logit - largest); the logit of the target
@@ -345,7 +345,7 @@ def token_logprobs(
         head.bias_V,
         targets_N,
         Projection.of(hidden_NH, head, temperature),
-        chosen_chunk(chunk_size, head),
+        choose_chunk(chunk_size, head),
         with_entropy,
         support,
         head.shard,
@@ -399,7 +399,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 # skips 0 * -inf of impossible words; a NaN logit is in `total_C`
                 surplus_C = weights_CV.mul_(logits_CV).nansum(-1) if with_entropy else total_C
                 if shard is not None:
-                    top_C, total_C, picked_C, surplus_C = shard.merged(
+                    top_C, total_C, picked_C, surplus_C = shard.merge(
                         targets_N[rows], top_C, total_C, picked_C, surplus_C
                     )
                 logprobs_N[rows] = picked_C - total_C.log()
@@ -477,7 +477,7 @@ def chunk_tokens(words: int, device: torch.device) -> int:
     return max(64, min(8192, elements // max(1, words)))
 
 
-def chosen_chunk(asked: int | None, head: LMHead) -> int:
+def choose_chunk(asked: int | None, head: LMHead) -> int:
     """Return the tokens per chunk: `asked`, or the default for the vocabulary and the device."""
     if asked is not None:
         if asked < 1:
@@ -545,7 +545,7 @@ def vocabulary_divergence(
         Projection.of(hidden_NH, head, temperature),
         Projection.of(target_hidden_NH, target_head, temperature),
         beta,
-        chosen_chunk(chunk_size, head),
+        choose_chunk(chunk_size, head),
         support,
     )
 

@@ -48,7 +48,7 @@ from realign.environments.agents import START, load_agent, load_command, read_ou
 from realign.environments.calls import Step
 from realign.environments.tools import load_tools
 from realign.errors import SettingsError
-from realign.interfaces.environment import failure_codes, written
+from realign.interfaces.environment import failure_codes, keys_written
 from realign.settings import Count, Finite, Fraction, Positive
 
 logger = logging.getLogger(__name__)
@@ -140,7 +140,7 @@ class AgentInterface(ModelInterface):
             ConfigError: the function or a tool does not exist, or an extra is missing.
         """
         check_installed()
-        self._opened()
+        self._load_agent()
 
     def close(self) -> None:
         """Stop the endpoint."""
@@ -149,7 +149,7 @@ class AgentInterface(ModelInterface):
         if endpoint is not None:
             endpoint.close()
 
-    def _opened(self) -> Callable[[], Environment]:
+    def _load_agent(self) -> Callable[[], Environment]:
         if self._make is None:
             if self.command:
                 self._make = load_command(self.command, self.keep_environment)
@@ -163,7 +163,7 @@ class AgentInterface(ModelInterface):
         if method != "generate":
             return Keys()
         reports = frozenset(f"{NAMED}{role}" for role in self.role_names)
-        writes = {*written(dense=False), *([SAMPLING_MASK] if self.generation.sampling_replay else [])}
+        writes = {*keys_written(dense=False), *([SAMPLING_MASK] if self.generation.sampling_replay else [])}
         return Keys(needs={"prompt_ids": "", "row": ""}, writes=frozenset(writes), reports=reports)
 
     @override
@@ -193,7 +193,7 @@ class AgentInterface(ModelInterface):
             EnvironmentFailure: the agent failed in too many episodes.
         """
         n, rows = self.generation.n, data.metadata["row"]
-        endpoint, renderer = self._serving(model)
+        endpoint, renderer = self._start_endpoint(model)
         backend = ServedPolicy(model.sampler, renderer, self.generation, self.max_sequence_tokens, fixed_sampling=True)
         seed = model.call_seed("generate")
         names = [f"{i}/{j}" for i in data.ids for j in range(n)]
@@ -209,23 +209,23 @@ class AgentInterface(ModelInterface):
                 endpoint.sessions.close(session)
         if (error := next((s.error for s in sessions if s.error is not None), None)) is not None:
             raise error
-        played = [self._played(session, answer) for session, answer in zip(sessions, answers, strict=True)]
+        played = [self._episode_of(session, answer) for session, answer in zip(sessions, answers, strict=True)]
         self._failures.check([roles[0].failure for roles in played if roles[0].failure], len(played))
         groups = [[role for roles in played[k : k + n] for role in roles] for k in range(0, len(played), n)]
-        return packed(data, groups, self.role_names, masks=self.generation.sampling_replay)
+        return pack_episodes(data, groups, self.role_names, masks=self.generation.sampling_replay)
 
     def _run(self, model: Model, starts: Sequence[tuple[Mapping[str, Any], int]]) -> list[Answer]:
         """Run the agents of all episodes, and return their rewards or failures."""
         writer = TurnWriter(model.tokenizer)  # an agent has no observations
         with EnvironmentPool(
-            self.name, self._opened(), writer, self._loop, partial(read_outcome, self.role_names)
+            self.name, self._load_agent(), writer, self._loop, partial(read_outcome, self.role_names)
         ) as pool:
-            begun = pool.reset(starts)
-            able = {k: START for k, answer in enumerate(begun) if answer.step is not None}
+            started = pool.reset(starts)
+            able = {k: START for k, answer in enumerate(started) if answer.step is not None}
             ended = dict(zip(able, pool.step(able), strict=True))
-        return [ended.get(k, answer) for k, answer in enumerate(begun)]
+        return [ended.get(k, answer) for k, answer in enumerate(started)]
 
-    def _played(self, session: Session, answer: Answer) -> list[Played]:
+    def _episode_of(self, session: Session, answer: Answer) -> list[Played]:
         """Return the episode of a session, once for each role that made a call."""
         self._warn(session)
         captures, failure, step = session.captures or {"": session.capture}, answer.failure, answer.step
@@ -258,7 +258,7 @@ class AgentInterface(ModelInterface):
         seed = model.call_seed("environments")
         return derive_seed(seed, str(prompt)) if self.same_seed else derive_seed(seed, str(prompt), episode)
 
-    def _serving(self, model: Model) -> tuple[Endpoint, Renderer]:
+    def _start_endpoint(self, model: Model) -> tuple[Endpoint, Renderer]:
         """Return the endpoint, which the first call starts."""
         with self._lock:
             if self._endpoint is None or self._renderer is None:
@@ -283,7 +283,7 @@ class Played:
     """Kind of the failure, also of one that has a reward (`timeout_reward`)."""
 
 
-def packed(
+def pack_episodes(
     data: SequenceSample, episodes: Sequence[Sequence[Played]], roles: Sequence[str] = (), *, masks: bool = False
 ) -> SequenceSample:
     """Pack episodes as sequences of their prompts. An episode without a call becomes its prompt, without a response.
@@ -336,4 +336,4 @@ def _without_calls(prompt_ids: torch.Tensor) -> CapturedSequence:
     )
 
 
-__all__ = ["AgentInterface", "packed"]
+__all__ = ["AgentInterface", "pack_episodes"]

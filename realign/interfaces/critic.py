@@ -35,7 +35,7 @@ from realign.api import (
 from realign.api.router_experts import ROUTER_EXPERTS
 from realign.errors import ConfigError, SettingsError
 from realign.functional import MomentsKind, RunningMoments
-from realign.interfaces.components import Aggregation, TokenMean, ValueObjective, trained, value_stats
+from realign.interfaces.components import Aggregation, TokenMean, ValueObjective, select_trained, value_stats
 from realign.interfaces.components.scoring import forward_inputs
 from realign.interfaces.components.value_loss import VALUE_PANELS, number
 from realign.settings import Count, NonNegative, Range, Settings
@@ -135,7 +135,7 @@ class PPOCriticInterface(ModelInterface):
         """Take `epochs * n_minibatches` optimizer steps toward `returns`, in a new random order in each epoch."""
         # Before `_inward`: metrics are in units of reward.
         stats: list[Stats] = [value_stats(data, model)]
-        data = self._inward(model, trained(data))
+        data = self._inward(model, select_trained(data))
         rng = np.random.default_rng(model.call_seed("minibatches"))
         for _ in range(self.epochs):
             for part in data.minibatches(self.n_minibatches, rng):
@@ -179,7 +179,7 @@ class PPOCriticInterface(ModelInterface):
         if self.moments is not None:
             self.moments.load_state_dict(state["moments"])
 
-    def adopt(self, saved: Mapping[str, Any]) -> None:
+    def load_saved_state(self, saved: Mapping[str, Any]) -> None:
         """Restore the running moments saved with the weights.
 
         Raises:

@@ -144,7 +144,7 @@ class EnvironmentInterface(ModelInterface):
             ConfigError: the class does not exist, is no environment, or cannot call tools, a function does not exist,
                 or an extra is missing.
         """
-        self._opened()
+        self._load_environment()
         if self.reward is not None:
             self.reward.open()
 
@@ -153,7 +153,7 @@ class EnvironmentInterface(ModelInterface):
         if self.reward is not None:
             self.reward.close()
 
-    def _opened(self) -> Callable[[], Environment]:
+    def _load_environment(self) -> Callable[[], Environment]:
         if self._make is None:
             if self.tools or self.mcp:
                 sources = load_tools(self.tools, self.mcp)
@@ -167,7 +167,7 @@ class EnvironmentInterface(ModelInterface):
         if method != "generate":
             return Keys()
         reports = frozenset() if self.reward is None else self.reward.keys("inference").reports | {OF_ENVIRONMENT}
-        writes = {*written(self.dense), *([ROUTER_EXPERTS] if self.generation.router_replay else [])}
+        writes = {*keys_written(self.dense), *([ROUTER_EXPERTS] if self.generation.router_replay else [])}
         writes |= {SAMPLING_MASK} if self.generation.sampling_replay else set()
         return Keys(needs={"prompt_ids": "", "row": ""}, writes=frozenset(writes), reports=reports)
 
@@ -197,15 +197,15 @@ class EnvironmentInterface(ModelInterface):
         starts = [(row, self._seed(model, str(i), j)) for i, _, row in prompts for j in range(n)]
         writer = TurnWriter(model.tokenizer, self.chat, self.role, self.template_options)
         seed = model.call_seed("generate")
-        with EnvironmentPool(self.environment, self._opened(), writer, self._loop) as pool:
+        with EnvironmentPool(self.environment, self._load_environment(), writer, self._loop) as pool:
             # One rank calls the environments for all: observations must be identical on every rank.
             self._take(episodes, model.lead(partial(pool.reset, starts)))
             for turn in range(self.max_turns):
                 live = {place: episode for place, episode in enumerate(episodes) if not episode.over}
                 if not live:
                     break
-                said = self._speak(model, live, turn, derive_seed(seed, "turn", turn), [row for row, _ in starts])
-                self._take(live.values(), model.lead(partial(pool.step, said)))
+                responses = self._speak(model, live, turn, derive_seed(seed, "turn", turn), [row for row, _ in starts])
+                self._take(live.values(), model.lead(partial(pool.step, responses)))
         self._failures.check([e.failure for e in episodes if e.failure], len(episodes))
         if not any(e.turn_ends or e.failure for e in episodes):
             warnings.warn(
@@ -214,14 +214,14 @@ class EnvironmentInterface(ModelInterface):
                 "exceed it. Training continues without these episodes. Raise max_episode_tokens",
                 stacklevel=2,
             )
-        played = packed(data, episodes, dense=self.dense)
+        played = pack_episodes(data, episodes, dense=self.dense)
         if self.generation.sampling_replay:
             played = with_masks(played, [episode.mask for episode in episodes])
         if self.generation.router_replay:
             played = with_experts(played, [episode.all_experts() for episode in episodes])
-        return self._scored(model, played.with_metadata(row=rows))
+        return self._score(model, played.with_metadata(row=rows))
 
-    def _scored(self, model: Model, played: SequenceSample) -> SequenceSample:
+    def _score(self, model: Model, played: SequenceSample) -> SequenceSample:
         """Return the episodes, with the rewards of `reward` added."""
         result = played.select(played.keys - {"row"})
         if self.reward is None:
@@ -256,7 +256,7 @@ class EnvironmentInterface(ModelInterface):
             for episode, experts in zip(episodes.values(), out.sequences(ROUTER_EXPERTS), strict=True):
                 episode.record(experts)
         masks = masks_of(out) if self.generation.sampling_replay else [None] * len(episodes)
-        said = {}
+        responses = {}
         for (place, episode), column, cut, mask in zip(
             episodes.items(), columns, out["truncated"].tolist(), masks, strict=True
         ):
@@ -264,10 +264,10 @@ class EnvironmentInterface(ModelInterface):
             episode.say(ids, logprobs, versions, None if mask is None else mask.last(len(ids)))
             text = Tokens(model.tokenizer).decode(ids.tolist(), before, special=False)
             parts = self._parts(model, text, ids.tolist(), before, rows[place].get("tools"))
-            said[place] = Response(
+            responses[place] = Response(
                 text, tuple(ids.tolist()), turn, cut, parts.content, parts.tool_calls, parts.reasoning
             )
-        return said
+        return responses
 
     def _parts(self, model: Model, text: str, ids: Sequence[int], before: Sequence[int], tools: Any) -> ParsedResponse:
         """Parse a turn. The tools of the row determine the types of arguments."""
@@ -304,7 +304,7 @@ class EnvironmentInterface(ModelInterface):
         return {"environment": self.environment, "episode": f"up to {self.max_turns} turns of up to {tokens}"}
 
 
-def packed(data: SequenceSample, episodes: Sequence[Episode], *, dense: bool) -> SequenceSample:
+def pack_episodes(data: SequenceSample, episodes: Sequence[Episode], *, dense: bool) -> SequenceSample:
     """Pack episodes as sequences of their prompts, the same number for each, with every key that a graph may read.
 
     Args:
@@ -314,10 +314,10 @@ def packed(data: SequenceSample, episodes: Sequence[Episode], *, dense: bool) ->
     """
     n = len(episodes) // len(data)
 
-    def nested(values: Sequence[Any]) -> list[list[Any]]:
+    def group(values: Sequence[Any]) -> list[list[Any]]:
         return [list(values[i : i + n]) for i in range(0, len(values), n)]
 
-    out = SequenceSample.from_sequences(data.ids, {"input_ids": nested([e.ids for e in episodes])})
+    out = SequenceSample.from_sequences(data.ids, {"input_ids": group([e.ids for e in episodes])})
     sampled_T = torch.cat([e.sampled for e in episodes])
     out = out.with_tokens(
         prompt_mask=~sampled_T,
@@ -339,7 +339,7 @@ def packed(data: SequenceSample, episodes: Sequence[Episode], *, dense: bool) ->
     return out.with_sequences(**{EPISODE: out[RESPONSE_INDEX]}).to(data["prompt_ids"].device)
 
 
-def written(dense: bool) -> tuple[str, ...]:
+def keys_written(dense: bool) -> tuple[str, ...]:
     """Return the keys that `generate` writes."""
     return (*SAMPLED, "rewards", *(("dense_rewards",) if dense else ()), "turns", "failure")
 
@@ -372,7 +372,7 @@ def with_environment(graph: DataflowGraph, *, dense: bool = False) -> DataflowGr
             f"({', '.join(r.name for r in (*sampling, *rewarding)) or 'none'}). An environment replaces exactly one of "
             "each"
         )
-    outputs = written(dense)
+    outputs = keys_written(dense)
     agent = RPC("agent_gen", "agent", "generate", inputs=("prompt_ids", "row"), outputs=outputs)
     remaining = [rpc for rpc in graph.rpcs if rpc not in (sampling[0], rewarding[0])]
     read = {key for rpc in remaining for key in rpc.inputs}

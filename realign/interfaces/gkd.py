@@ -40,7 +40,7 @@ from realign.api import (
     masked_mean,
     merge_stats,
 )
-from realign.api.dataflow import prompted, reported
+from realign.api.dataflow import named_reward_outputs, prompt_keys_of
 from realign.api.sample import with_response_index
 from realign.interfaces.components.aggregation import Aggregation, TokenMean
 from realign.interfaces.components.divergence import Divergence, ReverseKL
@@ -120,7 +120,7 @@ class GKDInterface(ModelInterface):
 
     def generate(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> SequenceSample:
         """Sample `generation.n` responses to the prompts that the student answers; others keep those of the dataset."""
-        sampled_P = self._sampled(model, data) if self.mixes else np.ones(len(data), dtype=np.bool_)
+        sampled_P = self._choose_student_prompts(model, data) if self.mixes else np.ones(len(data), dtype=np.bool_)
         own, other = np.flatnonzero(sampled_P), np.flatnonzero(~sampled_P)
         parts = []
         if len(own):
@@ -134,7 +134,7 @@ class GKDInterface(ModelInterface):
         # Back to the order of the prompts.
         return SequenceSample.gather(parts).take(np.argsort(np.concatenate([own, other])))
 
-    def _sampled(self, model: Model, data: SequenceSample) -> npt.NDArray[np.bool_]:
+    def _choose_student_prompts(self, model: Model, data: SequenceSample) -> npt.NDArray[np.bool_]:
         """Return, for each prompt, whether the student responds; a function of the seed, the step and the id."""
         seed = model.call_seed("on_policy")
         drawn = [np.random.default_rng(derive_seed(seed, str(i))).random() for i in data.ids]
@@ -168,7 +168,7 @@ def dataflow(interfaces: Mapping[str, ModelInterface]) -> DataflowGraph:
     """
     given = [key for key in interfaces["actor"].keys("generate").needs if key in GIVEN] if "actor" in interfaces else []
     scored = ("input_ids", "loss_mask")
-    asked = prompted(interfaces, "teacher")
+    asked = prompt_keys_of(interfaces, "teacher")
     rpcs = [
         RPC("actor_gen", "actor", "generate", ("prompt_ids", *given), SAMPLED),
         RPC("teacher_inf", "teacher", "inference", (*scored, *asked), tuple(TEACHER.values()), rename=TEACHER),
@@ -176,7 +176,7 @@ def dataflow(interfaces: Mapping[str, ModelInterface]) -> DataflowGraph:
     ]
     results, rows = ["truncated", "prompt_mask"], [key for key in asked if key == "row"]
     if "reward" in interfaces:
-        rewards = ("rewards", *reported(interfaces["reward"], "inference"))
+        rewards = ("rewards", *named_reward_outputs(interfaces["reward"], "inference"))
         rpcs.append(RPC("reward_inf", "reward", "inference", ("input_ids", "prompt_mask", "row"), rewards))
         results, rows = [*results, *rewards], ["row"]
     return DataflowGraph(tuple(rpcs), dataset_keys=("prompt_ids", *given, *rows), results=tuple(results))

@@ -41,7 +41,7 @@ from realign.api import (
 )
 from realign.functional import segment_sum
 from realign.functional.packed import at_least_fp32, check_shapes
-from realign.interfaces.components.pairs import answered
+from realign.interfaces.components.pairs import has_answer
 from realign.interfaces.components.scoring import score_logprobs
 from realign.interfaces.reference import ReferenceInterface
 from realign.settings import Count, NonNegative, Positive, Range
@@ -99,7 +99,7 @@ def kto_loss(
     return weights[desirable_S.long()] * torch.sigmoid(torch.where(desirable_S, -above_S, above_S))
 
 
-def mismatched(data: SequenceSample) -> SequenceSample:
+def mismatch_responses(data: SequenceSample) -> SequenceSample:
     """Replace each response by a response to another prompt of the batch.
 
     The prompts form one cycle in an order drawn from their ids, so the result does not depend on their order in the
@@ -122,7 +122,7 @@ def mismatched(data: SequenceSample) -> SequenceSample:
     following = dict(zip(order, [*order[1:], order[0]], strict=True))
     ids, prompts, trained = (data.sequences(key) for key in ("input_ids", "prompt_mask", "loss_mask"))
 
-    def joined(own: int, other: int) -> tuple[Tensor, Tensor]:
+    def join(own: int, other: int) -> tuple[Tensor, Tensor]:
         prompt = ids[own][prompts[own]]
         response = (~prompts[other]).nonzero()[: longest - len(prompt), 0]
         return (
@@ -133,7 +133,7 @@ def mismatched(data: SequenceSample) -> SequenceSample:
     rows = []
     for i, n in enumerate(counts):
         other = following[i]
-        rows.append([joined(starts[i] + j, starts[other] + j % counts[other]) for j in range(n)])
+        rows.append([join(starts[i] + j, starts[other] + j % counts[other]) for j in range(n)])
     nested = {key: [[pair[k] for pair in row] for row in rows] for k, key in enumerate(("input_ids", "loss_mask"))}
     return SequenceSample.from_sequences(data.ids, nested)
 
@@ -180,8 +180,8 @@ class KTOInterface(ModelInterface):
 
     def train_step(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> Stats:
         """Take `n_minibatches` optimizer steps over the batch, in a new random order."""
-        # The same pairs that the reference scored, since `mismatched` depends on the batch alone.
-        other = mismatched(data.select(RESPONSES)).rename(OTHER)
+        # The same pairs that the reference scored, since `mismatch_responses` depends on the batch alone.
+        other = mismatch_responses(data.select(RESPONSES)).rename(OTHER)
         data = data.with_data({key: other[key] for key in OTHER.values()}, lengths=other.lengths[OTHER["input_ids"]])
         rng = np.random.default_rng(model.call_seed("minibatches"))
         steps = [self._step(model, part, mb_spec) for part in data.minibatches(self.n_minibatches, rng)]
@@ -193,7 +193,7 @@ class KTOInterface(ModelInterface):
         """Compute the baseline of a mini-batch under the current weights, and take an optimizer step."""
         other = part.select(OTHER.values()).rename({new: old for old, new in OTHER.items()})
         policy_S = response_logprobs(model, other, mb_spec, self.temperature)
-        baseline = kto_baseline(policy_S, part["mismatched_ref_logprobs"], answered(other))
+        baseline = kto_baseline(policy_S, part["mismatched_ref_logprobs"], has_answer(other))
         # As a key, so that each micro-batch compares with the baseline of the whole step.
         data = part.select(TRAINED).with_sequences(kl_baseline=baseline.expand(part.n_sequences).contiguous())
         stats = model.engine.train_batch(data, mb_spec, self.loss, self.loss_weight)
@@ -202,7 +202,7 @@ class KTOInterface(ModelInterface):
     def loss(self, output: ModelOutput, minibatch: SequenceSample) -> tuple[Tensor, Stats]:
         """Sum the loss over the responses."""
         mask_T, cu_seqlens = minibatch["loss_mask"], minibatch.cu_seqlens()
-        counts_S, desirable_S = answered(minibatch), minibatch["labels"] > 0
+        counts_S, desirable_S = has_answer(minibatch), minibatch["labels"] > 0
         logprobs_T = output.logprobs(temperature=self.temperature, where_T=mask_T)
         policy_S = segment_sum(torch.where(mask_T, logprobs_T, 0), cu_seqlens)
         log_ratio_S = policy_S - segment_sum(torch.where(mask_T, minibatch["ref_logprobs"], 0), cu_seqlens)
@@ -229,7 +229,7 @@ class KTOInterface(ModelInterface):
 
     def loss_weight(self, data: SequenceSample) -> Tensor:
         """Return the number of responses in the loss."""
-        return answered(data).sum()
+        return has_answer(data).sum()
 
     @override
     def describe(self, batch_prompts: int) -> dict[str, str]:
@@ -249,7 +249,7 @@ class KTOReferenceInterface(ReferenceInterface):
 
     def inference(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> SequenceSample:
         """Compute `logprobs` [T] of the responses, and `mismatched_ref_logprobs` [S] of responses to other prompts."""
-        other_S = response_logprobs(model, mismatched(data), mb_spec, self.temperature)
+        other_S = response_logprobs(model, mismatch_responses(data), mb_spec, self.temperature)
         scored = super().inference(model, data, mb_spec)
         return (
             data.with_tokens(logprobs=scored["logprobs"])
@@ -287,5 +287,5 @@ __all__ = [
     "dataflow",
     "kto_baseline",
     "kto_loss",
-    "mismatched",
+    "mismatch_responses",
 ]

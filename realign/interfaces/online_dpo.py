@@ -40,7 +40,7 @@ from realign.api import (
 from realign.errors import SettingsError
 from realign.functional import keep_best
 from realign.interfaces.components.advantages import Rewards
-from realign.interfaces.components.pairs import answered
+from realign.interfaces.components.pairs import has_answer
 from realign.interfaces.dpo import DPOInterface
 
 
@@ -110,7 +110,7 @@ def best_and_worst(rewards_S: Tensor, data: SequenceSample) -> tuple[Tensor, Ten
 
     Ties go to the first response. Responses without a finite reward or without a sampled token are ignored.
     """
-    group_S, valid_S = data.group_index(), rewards_S.isfinite() & answered(data)
+    group_S, valid_S = data.group_index(), rewards_S.isfinite() & has_answer(data)
     best_S, worst_S = (keep_best(sign * rewards_S, group_S, valid_S, 1) for sign in (1, -1))
     differ_G = torch.ones(len(data), dtype=torch.bool, device=group_S.device)
     # Ties go to the first response on both sides, so one response is best and worst only if none differs from it.

@@ -66,14 +66,14 @@ from realign.interfaces.components import (
     Truncation,
     advantage_stats,
     first_logprob_diff,
-    normalized_advantages,
+    normalize_advantages,
     old_logprobs,
     policy_loss_of,
     policy_stats,
     score_logprobs,
     scoring_keys,
+    select_trained,
     staleness_stats,
-    trained,
 )
 from realign.interfaces.components.truncation import end_tokens
 from realign.interfaces.greedy import GreedyInterface
@@ -171,7 +171,7 @@ class PolicyInterface(ModelInterface):
         """Return the keys that the components read, each with the setting that needs it."""
         replayed = {ROUTER_EXPERTS: "generation.router_replay=true"} if self.generation.router_replay else {}
         if self.generation.sampling_replay:
-            replayed[SAMPLING_MASK] = f"generation.{self.generation.distorted()[0]}"
+            replayed[SAMPLING_MASK] = f"generation.{self.generation.distortions()[0]}"
         if method == "generate":
             return Keys({"prompt_ids": ""}, writes=frozenset({*SAMPLED, *replayed}))
         if method == "inference":
@@ -281,7 +281,7 @@ class PolicyInterface(ModelInterface):
         """
         if "rewards" not in data and not self.advantage.needs_rewards:
             data = data.with_sequences(rewards=torch.zeros(data.n_sequences, device=data["loss_mask"].device))
-        cu_seqlens, rewards_S, truncated_S = data.cu_seqlens(), Rewards.known(data), data.get("truncated")
+        cu_seqlens, rewards_S, truncated_S = data.cu_seqlens(), Rewards.read_rewards(data), data.get("truncated")
         tokens_S = segment_sum(data["loss_mask"], cu_seqlens)
         # At least 1: a response without a trained token has no gradient, but would move the statistics of its group.
         valid_S = rewards_S.isfinite() & (tokens_S >= max(1, self.min_response_tokens))
@@ -290,7 +290,7 @@ class PolicyInterface(ModelInterface):
         scores_S = self.truncation.scores(scores_S, truncated_S, tokens_S, self.generation.max_new_tokens)
         scores_S = scores_S - self.reward.baselines(self.reward_moments, data)
         # A greedy response without a reward makes the scores of its prompt NaN.
-        valid_S = valid_S & scores_S.isfinite() & self.truncation.kept(valid_S, truncated_S)
+        valid_S = valid_S & scores_S.isfinite() & self.truncation.keep_in_loss(valid_S, truncated_S)
         if self.keep_best is not None:
             # With dense rewards, but without the KL penalty, which the advantage subtracts later.
             total_S = Rewards.of(data.with_sequences(rewards=scores_S)).per_sequence
@@ -312,7 +312,7 @@ class PolicyInterface(ModelInterface):
         rewards = Rewards.of(data, *self.kl_control.in_reward(data))
         estimated = self.advantage.estimate(rewards, data, reduce)
         estimate = Estimate.of(estimated, cu_seqlens, type(self.advantage).__name__)
-        advantages_T = normalized_advantages(estimate, data, valid_S, self.adv_norm, reduce)
+        advantages_T = normalize_advantages(estimate, data, valid_S, self.adv_norm, reduce)
         # After `adv_norm`, which would divide a constant factor away.
         if (factor := self.advantage.rescale(rewards, data, valid_S, reduce)) is not None:
             advantages_T = advantages_T * factor
@@ -353,7 +353,7 @@ class PolicyInterface(ModelInterface):
 
     def training_sequences(self, data: SequenceSample) -> SequenceSample:
         """Return the sequences to cut into mini-batches: those with a token in the loss."""
-        return trained(data)
+        return select_trained(data)
 
     def prepare_minibatch(self, minibatch: SequenceSample, reduce: Callable[[Tensor], Tensor]) -> SequenceSample:
         """Add what the loss reads beyond the batch, such as statistics of the whole mini-batch."""

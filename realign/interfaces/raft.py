@@ -36,7 +36,7 @@ from realign.api import (
     masked_mean,
     merge_stats,
 )
-from realign.api.dataflow import reported
+from realign.api.dataflow import named_reward_outputs
 from realign.errors import SettingsError
 from realign.functional import degenerate_groups, keep_best, segment_sum
 from realign.interfaces.sft import SFTInterface
@@ -176,7 +176,7 @@ def fit(
 def dataflow(interfaces: Mapping[str, ModelInterface] | None = None) -> DataflowGraph:
     """Build the graph: sample, score, train on the selected responses."""
     read = ("input_ids", "prompt_mask")
-    named = reported(interfaces["reward"], "inference") if interfaces and "reward" in interfaces else ()
+    named = named_reward_outputs(interfaces["reward"], "inference") if interfaces and "reward" in interfaces else ()
     return DataflowGraph(
         (
             RPC("actor_gen", "actor", "generate", inputs=("prompt_ids",), outputs=SAMPLED),

@@ -48,7 +48,7 @@ from realign.functional import (
     sequence_lengths,
 )
 from realign.functional.packed import at_least_fp32, check_shapes
-from realign.interfaces.components.pairs import Pairs, answered, check_pairs, pairs_of, train_on_groups
+from realign.interfaces.components.pairs import Pairs, check_pairs, has_answer, pairs_of, train_on_groups
 from realign.interfaces.components.response_cut import ResponseCut, cut_responses, reward_keys
 from realign.interfaces.components.truncation import end_tokens
 from realign.settings import Count, NonNegative, Positive
@@ -128,14 +128,14 @@ def divergence_loss(
     # One extra slot with score 0, for sequences without tokens.
     scores_T, tokens_T = F.pad(at_least_fp32(after_T), (0, 1)), F.pad(ids_T, (0, 1), value=-1)
 
-    def aligned(chosen_P: Tensor) -> tuple[Tensor, Tensor]:
+    def align(chosen_P: Tensor) -> tuple[Tensor, Tensor]:
         length_P1 = lengths_S[chosen_P, None]
         held_PL = torch.minimum(place_L, length_P1 - 1) + cu_seqlens.long()[chosen_P, None]
         slots_PL = torch.where(length_P1 > 0, held_PL, len(ids_T))
         # No token has id -1, so a response that continues differs where the other has ended.
         return scores_T[slots_PL], tokens_T[slots_PL].masked_fill(place_L >= length_P1, -1)
 
-    (chosen_PL, chosen_ids_PL), (rejected_PL, rejected_ids_PL) = aligned(pairs.chosen_P), aligned(pairs.rejected_P)
+    (chosen_PL, chosen_ids_PL), (rejected_PL, rejected_ids_PL) = align(pairs.chosen_P), align(pairs.rejected_P)
     last_PL = place_L == end_P[:, None] - 1
     after_divergence_PL = ((chosen_ids_PL != rejected_ids_PL) | last_PL).cumsum(1) > 0
     where_PL = after_divergence_PL & (place_L < end_P[:, None])
@@ -283,8 +283,8 @@ class RewardModelInterface(ModelInterface):
         cut = cut_responses(self.cut, data, model.tokenizer)
         scores_S, after_T = self._score(model, cut.data, mb_spec)
         if after_T is None:
-            return data.with_sequences(rewards=cut.rewards(self._clipped(scores_S))).select(["rewards"])
-        dense_T = cut.dense_rewards(self._clipped(after_T), data)
+            return data.with_sequences(rewards=cut.rewards(self._clip(scores_S))).select(["rewards"])
+        dense_T = cut.dense_rewards(self._clip(after_T), data)
         written = data.with_sequences(rewards=cut.rewards(torch.zeros_like(scores_S))).with_tokens(
             dense_rewards=dense_T
         )
@@ -302,12 +302,12 @@ class RewardModelInterface(ModelInterface):
 
         def post_hook(output: ModelOutput, mb: SequenceSample) -> SequenceSample:
             scored = mb.with_sequences(scores=self._scores(output, mb))
-            return scored.with_tokens(after=self._scaled(scores_after(output, mb))) if self.dense else scored
+            return scored.with_tokens(after=self._scale(scores_after(output, mb))) if self.dense else scored
 
-        scored = model.engine.forward(self._marked(model, data.select(["input_ids"])), mb_spec, post_hook)
+        scored = model.engine.forward(self._mark_ends(model, data.select(["input_ids"])), mb_spec, post_hook)
         return scored["scores"], scored.get("after")
 
-    def _marked(self, model: Model, data: SequenceSample) -> SequenceSample:
+    def _mark_ends(self, model: Model, data: SequenceSample) -> SequenceSample:
         """Return the batch with the key `ENDS` if `score_at` is before_end."""
         if self.score_at is ScoreAt.last:
             return data
@@ -326,7 +326,7 @@ class RewardModelInterface(ModelInterface):
             last_S = (data.cu_seqlens()[1:].long() - 1).clamp(min=0)
             before_S = output.values()[last_S]  # values precede their tokens
             scores_S = torch.where(data[ENDS], before_S, scores_S)
-        return self._scaled(scores_S)
+        return self._scale(scores_S)
 
     def train_step(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> Stats:
         """Take `n_minibatches` optimizer steps over the batch, in a new random order; groups stay together.
@@ -337,7 +337,7 @@ class RewardModelInterface(ModelInterface):
         """
         if self._on_pairs:
             check_pairs(data)
-        data = self._marked(model, data)
+        data = self._mark_ends(model, data)
         return train_on_groups(model, data, mb_spec, self.n_minibatches, self.loss, self.loss_weight)
 
     def loss(self, output: ModelOutput, minibatch: SequenceSample) -> tuple[Tensor, Stats]:
@@ -412,7 +412,7 @@ class RewardModelInterface(ModelInterface):
         """Restore gain and bias."""
         self.gain, self.bias = float(state["gain"]), float(state["bias"])
 
-    def adopt(self, saved: Mapping[str, Any]) -> None:
+    def load_saved_state(self, saved: Mapping[str, Any]) -> None:
         """Restore the gain and bias saved with the weights; weights of a policy or a critic have none."""
         if "gain" in saved:
             self.load_state_dict(saved)
@@ -431,15 +431,15 @@ class RewardModelInterface(ModelInterface):
     def _on_pairs(self) -> bool:
         return self.kind in (RewardLoss.pairwise, RewardLoss.scalar_compare)
 
-    def _scaled(self, scores_N: Tensor) -> Tensor:
+    def _scale(self, scores_N: Tensor) -> Tensor:
         return self.gain * scores_N + self.bias
 
-    def _clipped(self, rewards_N: Tensor) -> Tensor:
+    def _clip(self, rewards_N: Tensor) -> Tensor:
         return rewards_N if self.clip is None else rewards_N.clamp(-self.clip, self.clip)
 
     def _weights(self, data: SequenceSample) -> Tensor:
         """Return [N] weight of each pair, group or response; 0 if it is excluded from the loss."""
-        group_S, answered_S = data.group_index(), answered(data)
+        group_S, answered_S = data.group_index(), has_answer(data)
         if self.kind is RewardLoss.best_of_n:
             return self._chosen_groups(data).float()
         group_N, counts_N = group_S, answered_S
@@ -455,7 +455,7 @@ class RewardModelInterface(ModelInterface):
 
     def _chosen_groups(self, data: SequenceSample) -> Tensor:
         """Return [G] bool: whether the chosen response and at least one other have tokens."""
-        group_S, answered_S = data.group_index(), answered(data)
+        group_S, answered_S = data.group_index(), has_answer(data)
         zeros_G = torch.zeros(len(data), device=group_S.device)
         present_G = zeros_G.index_add(0, group_S, answered_S.float())
         chosen_G = zeros_G.index_add(0, group_S, (answered_S & (data["labels"] > 0)).float())
@@ -463,7 +463,7 @@ class RewardModelInterface(ModelInterface):
 
     def _losses(self, output: ModelOutput, data: SequenceSample, scores_S: Tensor) -> tuple[Tensor, Stats]:
         """Return [N] loss of each pair, group or response, and metrics over those in the loss."""
-        labels_S, answered_S = data["labels"].to(scores_S.dtype), answered(data)
+        labels_S, answered_S = data["labels"].to(scores_S.dtype), has_answer(data)
         if self.kind is RewardLoss.scalar_rating:
             loss_S = rating_loss(scores_S, labels_S)
             return loss_S, {
@@ -480,7 +480,7 @@ class RewardModelInterface(ModelInterface):
         else:
             margin_P = data["margins"][pairs.chosen_P] if self.use_margin else None
             if self.from_divergence:
-                after_T = self._scaled(scores_after(output, data))
+                after_T = self._scale(scores_after(output, data))
                 loss_P = divergence_loss(after_T, data["input_ids"], data.cu_seqlens(), pairs, margin_P=margin_P)
             else:
                 loss_P = pairwise_loss(chosen_P, rejected_P, margin_P=margin_P)
@@ -497,7 +497,7 @@ class RewardModelInterface(ModelInterface):
         }
 
     def _best_of_n(self, data: SequenceSample, scores_S: Tensor, labels_S: Tensor) -> tuple[Tensor, Stats]:
-        group_S, present_S, counts_G = data.group_index(), answered(data), self._chosen_groups(data)
+        group_S, present_S, counts_G = data.group_index(), has_answer(data), self._chosen_groups(data)
         group_M, scores_M, labels_M = group_S[present_S], scores_S[present_S], labels_S[present_S]
         loss_G = best_of_n_loss(scores_M, labels_M, group_M, len(data))
         lowest_G = scores_M.detach().new_full((len(data),), -torch.inf)

@@ -103,7 +103,7 @@ class RuleRewardInterface(ModelInterface):
                 f"known_answer_template={self.known_answer_template!r}: must contain {ANSWER}, the place of the answer"
             )
         WorkerLimits(self.memory_mb, self.cpu_s, self.open_files, self.keep_environment)  # validates the settings
-        self._terms = self._checked_terms()
+        self._terms = self._check_terms()
         self._pools: dict[str, RewardPool] = {}
         self._notes: dict[str, str] = {}
         self._calls: dict[str, str] = {}
@@ -116,7 +116,7 @@ class RuleRewardInterface(ModelInterface):
         reason = "on a function of a Python session, which no worker process has. Move the function to a file"
         return dict.fromkeys(of_workers, reason) if session and all(session) else {}
 
-    def _checked_terms(self) -> dict[str, RewardTerm]:
+    def _check_terms(self) -> dict[str, RewardTerm]:
         """Return the term of each function, by name."""
         if (self.function is None) == (not self.functions):
             cure = "set. Set function=null to use functions" if self.functions else "empty. Set function=MODULE:NAME"
@@ -139,9 +139,9 @@ class RuleRewardInterface(ModelInterface):
             ConfigError: a function does not exist, or a setting is out of range.
         """
         for name in self._terms:
-            self._opened(name)
+            self._open_pool(name)
 
-    def _opened(self, name: str) -> RewardPool:
+    def _open_pool(self, name: str) -> RewardPool:
         if name not in self._pools:
             term = self._terms[name]
             self._pools[name] = RewardPool(
@@ -202,13 +202,13 @@ class RuleRewardInterface(ModelInterface):
         cut = cut_responses(self.cut, data, model.tokenizer)
         if self.dense:
             return self._dense(model, data, cut)
-        scored = self._scored(model, data, cut)
+        scored = self._score(model, data, cut)
         order_S = self._order(model, data)
         rewards_S = cut.rewards(self._total(scored))[order_S]
         named = {f"{NAMED}{name}": scored[name].float()[order_S] for name in self.functions}
         return data.with_sequences(rewards=rewards_S, **named).select(["rewards", *named])
 
-    def _scored(self, model: Model, data: SequenceSample, cut: Cut) -> dict[str, Tensor]:
+    def _score(self, model: Model, data: SequenceSample, cut: Cut) -> dict[str, Tensor]:
         """Return the rewards [S] fp64 of each function by name, NaN where it gives none."""
         judged = cut.judged_S.nonzero()[:, 0].tolist()  # responses with the penalty are not scored
         owners = data.group_index().tolist()
@@ -249,22 +249,22 @@ class RuleRewardInterface(ModelInterface):
                 texts_ = list(responses) if special else [_without_special(model, text) for text in responses]
             elif isinstance(term, FunctionTerm) and term.special_tokens:
                 texts_ = [text.removesuffix(end) for text in texts_]
-            calls[name] = partial(self._opened(name).score, prompts, texts_, rows, groups, ids)
+            calls[name] = partial(self._open_pool(name).score, prompts, texts_, rows, groups, ids)
         return {name: _tensor(result.values) for name, result in self._concurrently(calls).items()}
 
     def _special_tokens(self, name: str) -> bool:
         """Return whether the texts for a function contain special tokens."""
-        return self._terms[name].sees_special_tokens or self._opened(name).binding.convention.special_tokens
+        return self._terms[name].sees_special_tokens or self._open_pool(name).binding.convention.special_tokens
 
     def check_rows(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Check that the rows have the columns that the functions ask for; see `Verifier`."""
         for name in self._terms:
-            if problem := self._opened(name).binding.missing(rows):
+            if problem := self._open_pool(name).binding.describe_missing(rows):
                 raise ConfigError(problem)
 
     def is_cheap(self) -> bool:
         """Return whether every function is plain Python code that scores one response as it is; see `Verifier`."""
-        return not self.dense and self.cut is None and all(self._opened(name).cheap for name in self._terms)
+        return not self.dense and self.cut is None and all(self._open_pool(name).cheap for name in self._terms)
 
     def score_texts(self, model: Model, data: SequenceSample, responses: Sequence[Sequence[str]]) -> Tensor:
         """Compute the rewards [S] fp32 of texts as responses, without `cut` and `shuffle`; see `Verifier`."""
@@ -272,7 +272,7 @@ class RuleRewardInterface(ModelInterface):
         given = [text for texts_ in responses for text in texts_]
         prompts = [prompt.tolist() for prompt in data.sequences("prompt_ids")]
         encoded: list[list[int]] = [[]] * len(given)
-        if given and any(self._opened(name).binding.token_ids for name in self._terms):
+        if given and any(self._open_pool(name).binding.token_ids for name in self._terms):
             encoded = model.tokenizer(given, add_special_tokens=False)["input_ids"]
         ids = [(prompts[i], answer) for i, answer in zip(groups, encoded, strict=True)]
         return self._total(self._term_rewards(model, ids, [data.metadata["row"][i] for i in groups], groups, given))
@@ -300,7 +300,7 @@ class RuleRewardInterface(ModelInterface):
         judged = cut.judged_S.nonzero()[:, 0].tolist()
         owners = data.group_index().tolist()
         (prompts, responses), tokens = decode(model, token_ids(cut.data)), token_texts(model, cut.data)
-        lists = self._opened(_SINGLE).score_tokens(
+        lists = self._open_pool(_SINGLE).score_tokens(
             [prompts[i] for i in judged],
             [responses[i] for i in judged],
             [data.metadata["row"][owners[i]] for i in judged],

@@ -22,7 +22,7 @@ class Host:
         numbers: list[float] = x.tolist()
         return numbers
 
-    def places(self, mask_T: Tensor) -> Tensor:
+    def true_indices(self, mask_T: Tensor) -> Tensor:
         """Return the indices at which a mask is true, whose number is the shape of the result."""
         return mask_T.nonzero()[:, 0]
 

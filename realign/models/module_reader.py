@@ -86,7 +86,7 @@ class ModuleReader:
             config = AutoConfig.from_pretrained(path, trust_remote_code=self.trust_remote_code)
         family = config.model_type
         with readable(f"{self.setting}: model family {family!r} cannot be loaded from {path!r} with head={self.head}"):
-            module, info = self._loaded(path, config)
+            module, info = self._load(path, config)
         # The adapter brings weights that its base model lacks, such as a scalar head.
         supplied = frozenset() if self.adapter is None else self.adapter.head_names()
         missing = sorted(set(info["missing_keys"]) - supplied)
@@ -101,7 +101,7 @@ class ModuleReader:
                 module = merge_adapter(module, self.adapter.path)
         return module
 
-    def _loaded(self, path: str, config: Any) -> tuple[Any, dict[str, Any]]:
+    def _load(self, path: str, config: Any) -> tuple[Any, dict[str, Any]]:
         from realign.models.network.attention import ATTENTION
 
         kind = self.head.auto_class(config)
@@ -115,7 +115,7 @@ class ModuleReader:
             with torch.random.fork_rng(), quiet_transformers():
                 torch.manual_seed(self.seed)
                 if unread is not None:
-                    return self._converted(path, kind, dict(unread), labels, settings)
+                    return self._convert(path, kind, dict(unread), labels, settings)
                 return kind.from_pretrained(
                     path,
                     trust_remote_code=self.trust_remote_code,
@@ -139,7 +139,7 @@ class ModuleReader:
             module, info = load(attention, key_mapping=mapping)
         return module, info
 
-    def _converted(
+    def _convert(
         self, path: str, kind: Any, unread: dict[str, Any], labels: Mapping[str, Any], settings: Mapping[str, Any]
     ) -> tuple[Any, dict[str, Any]]:
         """Return a module that has the unread weights of the folder, and what transformers says about them."""

@@ -88,10 +88,10 @@ class StepHook:
         """Return what a call on `batch` writes, or `ROLLOUT` without a batch; None lets the runtime compute it."""
         return None
 
-    def made(self, key: str, rpc: RPC, model: Model, batch: SequenceSample) -> None:
+    def on_call(self, key: str, rpc: RPC, model: Model, batch: SequenceSample) -> None:
         """Receive the batch with what a call wrote; from several threads with runtime=ray."""
 
-    def rolled_out(self, batch: SequenceSample, metrics: Mapping[str, float]) -> None:
+    def on_rollout(self, batch: SequenceSample, metrics: Mapping[str, float]) -> None:
         """Receive what asynchronous rollout gave to the step."""
 
     def end(self, step: int) -> None:
@@ -111,12 +111,12 @@ class CallRecorder(StepHook):
         self._calls = {}
 
     @override
-    def made(self, key: str, rpc: RPC, model: Model, batch: SequenceSample) -> None:
+    def on_call(self, key: str, rpc: RPC, model: Model, batch: SequenceSample) -> None:
         if is_recorded(rpc, model, self._graph, starts_workers=self._starts_workers):
             self._calls[key] = RecordedCall(only(batch, rpc.outputs), {})
 
     @override
-    def rolled_out(self, batch: SequenceSample, metrics: Mapping[str, float]) -> None:
+    def on_rollout(self, batch: SequenceSample, metrics: Mapping[str, float]) -> None:
         self._calls[ROLLOUT] = RecordedCall(batch, metrics)
 
     @override

@@ -89,7 +89,9 @@ def names(configs: Sequence[Config], folders: Sequence[str]) -> list[str]:
     If more settings differ than a name has room for, runs keep the names of their folders. The folders of a sweep have
     only numbers, so its runs are called by the first settings that tell them apart.
     """
-    keys = [key for key in differing(configs) if key not in NAMES and all(key in config for config in configs)]
+    keys = [
+        key for key in find_differing_keys(configs) if key not in NAMES and all(key in config for config in configs)
+    ]
     numbered = any(folder.rpartition("/")[2].isdecimal() for folder in folders)
     if len(keys) > MOST_IN_NAME and not numbered:
         return list(folders)
@@ -101,10 +103,10 @@ def names(configs: Sequence[Config], folders: Sequence[str]) -> list[str]:
                 chosen.append(key)
     if not chosen or len(chosen) > MOST_IN_NAME or _distinct(configs, chosen) < len(configs):
         return list(folders)
-    return [named(config, chosen) for config in configs]
+    return [format_settings(config, chosen) for config in configs]
 
 
-def named(config: Config, keys: Sequence[str]) -> str:
+def format_settings(config: Config, keys: Sequence[str]) -> str:
     """Return settings as text, by the shortest ends of their keys that differ, such as `std=group low=0.2`."""
     plain = [key.removesuffix("._target_") for key in keys]
     parts = []
@@ -112,7 +114,7 @@ def named(config: Config, keys: Sequence[str]) -> str:
         words = key.split(".")
         ends = (".".join(words[-n:]) for n in range(1, len(words) + 1))
         short = next((end for end in ends if sum(f".{other}".endswith(f".{end}") for other in plain) == 1), key)
-        value = _shown(config, full)
+        value = _format_value(config, full)
         parts.append(f"{short}={value.rpartition('.')[2] if full.endswith('._target_') else value}")
     return " ".join(parts)
 
@@ -129,13 +131,13 @@ def mean(values: Sequence[float]) -> str:
     return f"{number(center)} ± {error:.2g}"
 
 
-def counted(states: Sequence[str]) -> str:
+def count_states(states: Sequence[str]) -> str:
     """Return the states of several runs: the state that all have, or the number of runs in each."""
     counts = Counter(states)
     return states[0] if len(counts) == 1 else ", ".join(f"{count} {state}" for state, count in counts.items())
 
 
-def differing(configs: Sequence[Config]) -> list[str]:
+def find_differing_keys(configs: Sequence[Config]) -> list[str]:
     """Return the config keys whose values differ between runs, those that all runs have first."""
     keys = dict.fromkeys(key for config in configs for key in config)
     different = [key for key in keys if _distinct(configs, [key]) > 1]
@@ -151,7 +153,7 @@ def _metrics(groups: Sequence[Sequence[Mapping[str, Any]]], heads: Sequence[str]
     runs = [run for group in groups for run in group]
     rows: list[tuple[str, list[str]]] = [
         ("folder", [", ".join(run["key"] for run in group) for group in groups]),
-        ("status", [counted([run["status"]["state"] for run in group]) for group in groups]),
+        ("status", [count_states([run["status"]["state"] for run in group]) for group in groups]),
         ("steps", [_span([int((run["metrics"]["step"] or [0])[-1] or 0) for run in group]) for group in groups]),
         ("duration", [duration(_mean([_seconds(run) for run in group])) for group in groups]),
         ("warnings", [str(sum(len(run["warnings"]) for run in group)) for group in groups]),
@@ -193,16 +195,16 @@ def _values(group: Sequence[Mapping[str, Any]], name: str) -> str:
     """Return the last value of a metric, with the best one of a single run, or the mean over the runs of a group."""
     if len(group) == 1:
         return _course(group[0], name)
-    lasts = [values[-1] for run in group if (values := _known(run, name))]
+    lasts = [values[-1] for run in group if (values := _values_of(run, name))]
     return mean(lasts) + (f" (n={len(lasts)})" if 0 < len(lasts) < len(group) else "")
 
 
-def _known(run: Mapping[str, Any], name: str) -> list[float]:
+def _values_of(run: Mapping[str, Any], name: str) -> list[float]:
     return [x for x in run["metrics"]["values"].get(name, ()) if x is not None]
 
 
 def _course(run: Mapping[str, Any], name: str) -> str:
-    if not (values := _known(run, name)):
+    if not (values := _values_of(run, name)):
         return ""
     best = next(
         (metric for metric in run["summary"]["metrics"] if metric["name"] == name and metric["best"] is not None), None
@@ -255,7 +257,7 @@ def _branches(runs: Sequence[Mapping[str, Any]], heads: Sequence[str]) -> list[T
             differences = [b - a for a, b in pairs if a is not None and b is not None]
             if len(differences) > 1:
                 between = f"{heads[second]} minus {heads[first]}"
-                lines.append(f"{name}: {paired(differences)} in {len(differences)} steps ({between})")
+                lines.append(f"{name}: {summarize_differences(differences)} in {len(differences)} steps ({between})")
     if not lines:
         return []
     title = "Branches of one run: mean difference ± standard error after the fork, paired by step"
@@ -293,7 +295,7 @@ BLOCKS = 10
 """Blocks of consecutive steps whose means count as independent. The differences of single steps are correlated."""
 
 
-def paired(differences: Sequence[float]) -> str:
+def summarize_differences(differences: Sequence[float]) -> str:
     """Return the mean of differences and its standard error, from the means of up to `BLOCKS` blocks of steps."""
     n = min(BLOCKS, len(differences))
     ends = [round(i * len(differences) / n) for i in range(n + 1)]
@@ -302,9 +304,9 @@ def paired(differences: Sequence[float]) -> str:
 
 def _settings(configs: Sequence[Config]) -> list[Text]:
     """Return a line for each setting that differs: `key: a -> b`, in the order of the runs."""
-    different = [key for key in differing(configs) if key not in NAMES]
+    different = [key for key in find_differing_keys(configs) if key not in NAMES]
     keys = [key for key in different if all(key in config for config in configs)]
-    lines = [f"{key}: {' -> '.join(_shown(config, key) for config in configs)}" for key in keys[:MOST_KEYS]]
+    lines = [f"{key}: {' -> '.join(_format_value(config, key) for config in configs)}" for key in keys[:MOST_KEYS]]
     if len(keys) > MOST_KEYS:
         lines.append(f"and {len(keys) - MOST_KEYS} more")
     if rest := len(different) - len(keys):
@@ -321,15 +323,24 @@ def _plain(text: str) -> str:
 
 def _cell(text: str) -> Text:
     """Return a text of a run as one line that reaches neither the terminal's control sequences nor rich's markup."""
-    return Text(_limited(_plain(text)), overflow="fold")
+    return Text(_limit(_plain(text)), overflow="fold")
 
 
-def _limited(text: str) -> str:
+def _limit(text: str) -> str:
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
 
 
-def _shown(config: Config, key: str) -> str:
-    return "" if key not in config else "null" if config[key] is None else _limited(str(config[key]))
+def _format_value(config: Config, key: str) -> str:
+    return "" if key not in config else "null" if config[key] is None else _limit(str(config[key]))
 
 
-__all__ = ["comparison", "counted", "differing", "mean", "named", "names", "paired", "seed_groups"]
+__all__ = [
+    "comparison",
+    "count_states",
+    "find_differing_keys",
+    "format_settings",
+    "mean",
+    "names",
+    "seed_groups",
+    "summarize_differences",
+]

@@ -24,8 +24,8 @@ from realign.report.files import (
     json_object,
     lines,
     number,
-    opened,
-    parsed,
+    open_or_empty,
+    parse_object,
     run_info,
     summary,
     usable,
@@ -73,7 +73,7 @@ def run_data(
     budgets = {**{name: int(share * samples_mb * 1e6) for name, share in SHARES.items()}, **BUDGETS}
     records = {name: usable(name, json_lines(folder / f"{name}.jsonl")) for name in budgets}
     records["samples"], records["eval_samples"] = (
-        [_shortened(record) for record in records[name]] for name in ("samples", "eval_samples")
+        [_shorten(record) for record in records[name]] for name in ("samples", "eval_samples")
     )
     shown = {name: spread(lines, budgets[name]) for name, lines in records.items()}
     curves = (metrics or Metrics(folder / METRICS)).update().columns()
@@ -225,14 +225,14 @@ class Metrics:
     def update(self) -> Metrics:
         """Add what was written to the file since the last call, and return this."""
         if self._path is not None:
-            with self._lock, opened(self._path) as file:
+            with self._lock, open_or_empty(self._path) as file:
                 file.seek(self._read - len(self._last_line))
                 if file.read(len(self._last_line)) != self._last_line:  # a resumed run cut or replaced the file
                     self._clear()
                 for end, line in lines(file, self._read):
                     if line.endswith(b"\n"):  # else it is still being written
                         self._read, self._last_line = end, line
-                        if record := parsed(line):
+                        if record := parse_object(line):
                             self.add(record)
         return self
 
@@ -280,7 +280,7 @@ def spread(records: Sequence[dict[str, Any]], budget: int) -> list[dict[str, Any
     return []
 
 
-def _shortened(record: Mapping[str, Any]) -> dict[str, Any]:
+def _shorten(record: Mapping[str, Any]) -> dict[str, Any]:
     """Return a sample without the middle of very long texts. Its turns repeat the response, and are left out."""
     shortened = {name: value for name, value in record.items() if name != "turns"}
     for name in ("prompt", "response"):

@@ -73,8 +73,8 @@ def check_run(folder: Path) -> None:
 
 def json_lines(path: Path) -> list[dict[str, Any]]:
     """Return the JSON objects in the lines of a file; skips lines that are incomplete or damaged."""
-    with opened(path) as file:
-        return [record for _, line in lines(file) if (record := parsed(line))]
+    with open_or_empty(path) as file:
+        return [record for _, line in lines(file) if (record := parse_object(line))]
 
 
 def lines(file: BinaryIO, start: int = 0) -> Iterator[tuple[int, bytes]]:
@@ -97,10 +97,10 @@ def lines(file: BinaryIO, start: int = 0) -> Iterator[tuple[int, bytes]]:
 
 def json_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file; empty if the file is missing or damaged."""
-    return parsed(_bytes(path))
+    return parse_object(_bytes(path))
 
 
-def parsed(content: bytes) -> dict[str, Any]:
+def parse_object(content: bytes) -> dict[str, Any]:
     """Return a JSON object; empty if the content is damaged."""
     with suppress(ValueError, RecursionError):
         value = json.loads(content)
@@ -134,7 +134,7 @@ def signature(folder: Path) -> str:
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[BinaryIO]:
+def open_or_empty(path: Path) -> Iterator[BinaryIO]:
     """Open a regular file to read it. Anything else, or a file that cannot be read, is an empty file."""
     file: BinaryIO = io.BytesIO()
     with suppress(OSError):
@@ -147,7 +147,7 @@ def opened(path: Path) -> Iterator[BinaryIO]:
 
 def _bytes(path: Path) -> bytes:
     """Return the content of a regular file; empty if there is none, or if it is too large."""
-    with opened(path) as file:
+    with open_or_empty(path) as file:
         content = file.read(LARGEST_OBJECT + 1)
     return content if len(content) <= LARGEST_OBJECT else b""
 
@@ -309,8 +309,8 @@ __all__ = [
     "json_object",
     "lines",
     "number",
-    "opened",
-    "parsed",
+    "open_or_empty",
+    "parse_object",
     "run_info",
     "signature",
     "summary",

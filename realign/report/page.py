@@ -47,7 +47,7 @@ def report_page(runs: Sequence[dict[str, Any]], title: str, *, live: bool = Fals
         policy=policy(live=live),
         styles=[Markup(_text(name)) for name in STYLES],
         scripts=[Markup(script) for script in scripts],
-        data="" if live else packed(list(runs)),
+        data="" if live else pack(list(runs)),
     )
 
 
@@ -63,7 +63,7 @@ def policy(*, live: bool) -> str:
     )
 
 
-def packed(value: Any) -> str:
+def pack(value: Any) -> str:
     """Return a value as base64 of compressed JSON."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=str)
     # mtime=0, so that the same records give the same file. Half of a surrogate pair, which UTF-8 lacks, becomes a
@@ -110,4 +110,4 @@ def _template(name: str) -> str:
     return (files("realign.report") / "templates" / name).read_text(encoding="utf-8")
 
 
-__all__ = ["packed", "policy", "report_page", "unique_keys", "write_report"]
+__all__ = ["pack", "policy", "report_page", "unique_keys", "write_report"]

@@ -28,10 +28,10 @@ from realign.cells import answers_of, read_column
 from realign.errors import ConfigError, DataError, SettingsError
 from realign.rewards.pool.functions import Prepared
 from realign.rewards.pool.http import AS_IT_IS, Unreachable, limit_answer, reach
-from realign.rewards.pool.secrets import ALLOWED_VARIABLES, allowed_variables, check_url, masked
+from realign.rewards.pool.secrets import ALLOWED_VARIABLES, allowed_variables, check_url, redact
 from realign.rewards.terms import RewardTerm
 from realign.settings import Count, Finite, NonNegativeInt, Positive, Settings
-from realign.text import shortened, visible
+from realign.text import shorten, visible
 
 OPENAI_URL = "https://api.openai.com/v1"
 OPENAI_KEY = "OPENAI_API_KEY"
@@ -69,7 +69,7 @@ class ScoreReader(Settings, ABC):
         Raises:
             ValueError: the answer contains no score, or one out of range.
         """
-        shown = shortened(answer, 300)
+        shown = shorten(answer, 300)
         try:
             score = float(self.score_in(answer))  # type: ignore[arg-type]
         except (TypeError, ValueError) as error:
@@ -181,7 +181,7 @@ class Judge(RewardTerm):
         if name is not None:
             if not self._official and name not in allowed_variables(os.environ):
                 raise ConfigError(
-                    f"api_key_variable={name}: base_url={masked(self.base_url)} is not the API of OpenAI, and a config "
+                    f"api_key_variable={name}: base_url={redact(self.base_url)} is not the API of OpenAI, and a config "
                     f"cannot send a secret to another server. Set {ALLOWED_VARIABLES}={name} in the environment."
                 )
             if not os.environ.get(name):
@@ -215,7 +215,7 @@ class Judge(RewardTerm):
             DataError: the template names a column that the row does not have.
         """
         own = {"prompt": prompt, "response": response}
-        values = {name: _shown(read_column({**row, **own}, name)) for name in _PLACE.findall(self.prompt)}
+        values = {name: _format_cell(read_column({**row, **own}, name)) for name in _PLACE.findall(self.prompt)}
         if None in values.values():
             return None
         messages = [{"role": "system", "content": self.system}] if self.system else []
@@ -228,7 +228,7 @@ class Judge(RewardTerm):
         return "none" if self._key_variable is None else os.environ[self._key_variable]
 
 
-def _shown(cell: Any) -> str | None:
+def _format_cell(cell: Any) -> str | None:
     """Return a cell as the judge reads it: an object or a list as code, a number without the zero of pandas."""
     if isinstance(cell, str):
         return cell
@@ -246,7 +246,7 @@ class JudgeFunction(Prepared):
 
     def __init__(self, judge: Judge) -> None:
         self.judge = judge
-        self.__qualname__ = f"judge {judge.model} at {masked(judge.base_url)}"  # its name in messages
+        self.__qualname__ = f"judge {judge.model} at {redact(judge.base_url)}"  # its name in messages
         self._client: Any = None
         self._answers: OrderedDict[str, asyncio.Future[str]] = OrderedDict()
         folder = judge.cache_dir
@@ -257,7 +257,7 @@ class JudgeFunction(Prepared):
     def note(self) -> str:
         return ""
 
-    def prepared(self) -> JudgeFunction:
+    def prepare(self) -> JudgeFunction:
         """Connect once to the server, so that a run with a wrong address fails at startup.
 
         Raises:
@@ -323,28 +323,28 @@ class JudgeFunction(Prepared):
         try:
             reply = await self._client.chat.completions.with_raw_response.create(**request)
         except openai.APIStatusError as error:
-            problem = f"{where}: status {error.status_code}: {self._hidden(str(error.message))}"
+            problem = f"{where}: status {error.status_code}: {self._hide_key(str(error.message))}"
             if error.status_code in (408, 409, 429) or error.status_code >= 500:
                 raise Unreachable(problem) from None
             raise RuntimeError(problem) from None
         except openai.APIConnectionError as error:  # includes timeouts
-            cause = f" ({self._hidden(repr(error.__cause__))})" if error.__cause__ is not None else ""
-            raise Unreachable(f"{where}: {self._hidden(str(error))}{cause}") from None
+            cause = f" ({self._hide_key(repr(error.__cause__))})" if error.__cause__ is not None else ""
+            raise Unreachable(f"{where}: {self._hide_key(str(error))}{cause}") from None
         except (openai.OpenAIError, ConnectionError) as error:
-            raise RuntimeError(f"{where}: {self._hidden(str(error))}") from None
+            raise RuntimeError(f"{where}: {self._hide_key(str(error))}") from None
         try:
             # not parsed by the client, which takes any JSON for a completion
             content = json.loads(reply.content)["choices"][0]["message"]["content"]
         except (ValueError, LookupError, TypeError, RecursionError):
             content = None
         if not isinstance(content, str):
-            raise RuntimeError(f"{where} answered {self._hidden(reply.text)!r}; expected a chat completion with text")
+            raise RuntimeError(f"{where} answered {self._hide_key(reply.text)!r}; expected a chat completion with text")
         return content
 
-    def _hidden(self, text: str) -> str:
+    def _hide_key(self, text: str) -> str:
         """Escape a text from outside, and hide the API key in it."""
         key = os.environ.get(self.judge.variables[0], "") if self.judge.variables else ""
-        return visible(shortened(text.replace(key, "***") if key else text, 500))
+        return visible(shorten(text.replace(key, "***") if key else text, 500))
 
     def _read(self, key: str) -> str | None:
         """Return an answer from the folder of answers; None if it contains none, or a damaged one."""

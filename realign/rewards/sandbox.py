@@ -22,8 +22,8 @@ from pathlib import Path
 
 from realign.errors import ConfigError
 from realign.rewards.pool.secrets import without_secrets
-from realign.rewards.seccomp import seccomp_filter, supported
-from realign.text import shortened
+from realign.rewards.seccomp import is_supported, seccomp_filter
+from realign.text import shorten
 
 logger = logging.getLogger(__name__)
 
@@ -207,7 +207,7 @@ def find_sandbox() -> Bubblewrap | str:
 def _find_sandbox(folder: str) -> Bubblewrap | str:
     if sys.platform != "linux":
         return f"bubblewrap does not support {sys.platform}"
-    if not supported():
+    if not is_supported():
         return f"there is no filter of system calls for {platform.machine()}"
     path = shutil.which("bwrap")
     if path is None:
@@ -227,7 +227,7 @@ def _find_sandbox(folder: str) -> Bubblewrap | str:
     return reason
 
 
-def chosen_sandbox(mode: SandboxMode) -> Bubblewrap | None:
+def choose_sandbox(mode: SandboxMode) -> Bubblewrap | None:
     """Return the sandbox to use, None for no sandbox. Logs the choice once per process.
 
     Raises:
@@ -321,12 +321,12 @@ def _succeeds(
                 return False
             finally:
                 process.kill()
-        said = _content(read)
+        output = _content(read)
     finally:
         os.close(read)
-    if not said.startswith(b"started\n"):
-        raise RuntimeError(f"the program did not start: {shortened(said.decode(errors='replace').strip(), 300)!r}")
-    return process.returncode == 0 and said == b"started\n" + done
+    if not output.startswith(b"started\n"):
+        raise RuntimeError(f"the program did not start: {shorten(output.decode(errors='replace').strip(), 300)!r}")
+    return process.returncode == 0 and output == b"started\n" + done
 
 
 def _content(read: int) -> bytes:

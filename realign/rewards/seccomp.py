@@ -48,7 +48,7 @@ _NEW_NAMESPACES = 0x7E020000  # flags CLONE_NEW* of clone
 _FAMILIES = (1, 2, 10)  # AF_UNIX, AF_INET, AF_INET6
 
 
-def supported() -> bool:
+def is_supported() -> bool:
     """Return whether there is a filter for the architecture of this machine."""
     return platform.machine() in _CALLS
 

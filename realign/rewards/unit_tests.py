@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from realign.errors import DataError
 from realign.rewards.pool.functions import Prepared
-from realign.rewards.sandbox import Bubblewrap, ProgramLimits, SandboxMode, chosen_sandbox, runs_to_its_end
+from realign.rewards.sandbox import Bubblewrap, ProgramLimits, SandboxMode, choose_sandbox, runs_to_its_end
 from realign.rewards.terms import RewardTerm
 from realign.settings import Count, Positive
 
@@ -32,11 +32,11 @@ class UnitTestsFunction(Prepared):
     mode: SandboxMode = SandboxMode.required
     """Whether the program runs in a sandbox."""
     sandbox: Bubblewrap | None = None
-    """The sandbox that `prepared` found. None: none, or each call of a function that is not prepared looks for it."""
+    """The sandbox that `prepare` found. None: none, or each call of a function that is not prepared looks for it."""
 
-    def prepared(self) -> UnitTestsFunction:
+    def prepare(self) -> UnitTestsFunction:
         """Return the function with the sandbox of this machine, so that no worker chooses another one."""
-        sandbox = chosen_sandbox(self.mode)
+        sandbox = choose_sandbox(self.mode)
         return replace(self, sandbox=sandbox, mode=SandboxMode.off if sandbox is None else SandboxMode.required)
 
     @property
@@ -61,7 +61,7 @@ class UnitTestsFunction(Prepared):
             return None
         sandbox = self.sandbox
         if sandbox is None and self.mode is not SandboxMode.off:
-            sandbox = chosen_sandbox(self.mode)
+            sandbox = choose_sandbox(self.mode)
         blocks = _BLOCK.findall(response)
         code = blocks[-1] if blocks else response
         return float(runs_to_its_end(f"{code}\n\n{tests}\n", self.limits, sandbox))

@@ -33,14 +33,14 @@ def same_value(prompt: str, response: str, row: dict[str, Any]) -> float | None:
     # deadline. Its warnings about disabled timeouts are silenced.
     for name in ("math_verify.parser", "math_verify.grader"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    golds = [gold for text in answers_of(row["answer"]) if (gold := _parsed(text, parse))]
+    golds = [gold for text in answers_of(row["answer"]) if (gold := _parse(text, parse))]
     if not golds:
         return None
     given = parse(response.replace(_DOLLAR, ""), parsing_timeout=None)
     return float(any(verify(gold, given, timeout_seconds=None) for gold in golds))
 
 
-def _parsed(answer: str, parse: Callable[..., list[Any]]) -> list[Any]:
+def _parse(answer: str, parse: Callable[..., list[Any]]) -> list[Any]:
     """Return an answer as mathematics; empty if it is none."""
     text = answer.replace(_DOLLAR, "")
     delimited = any(mark in text for mark in ("$", "\\boxed", "\\[", "\\("))

@@ -11,7 +11,7 @@ from torch.profiler import record_function
 from realign.api import RPC, DataflowGraph, MicroBatchSpec, Model, ModelInterface, SequenceSample, stat_values
 from realign.api.interface import method_of
 from realign.api.sample import INDEX_KEYS, TOKENS, MissingKeyError, with_own_metadata, with_response_index
-from realign.api.stats import TracedSequence, traced
+from realign.api.stats import TracedSequence, iter_traced
 from realign.runtime.out_of_memory import memory_limited
 
 MARK = "RPC "
@@ -51,14 +51,14 @@ def call(
     """
     make = partial(method_of(interface, rpc.method), model, inputs_of(rpc, batch), mb_spec)
     limited = memory_limited(f"RPC {rpc.name!r}", _less_memory(rpc, mb_spec))
-    with record_function(f"{MARK}{rpc.name}"), limited, _missing_keys_explained(rpc, graph):
+    with record_function(f"{MARK}{rpc.name}"), limited, _explaining_missing_keys(rpc, graph):
         result = make() if interface.needs_engine else model.lead(make)
         for pass_head in model.pass_heads.get(rpc.name, ()):
             pass_head()
     if rpc.method == "train_step":
         model.publish_weights()
         if traces is not None:
-            traces.extend(traced(result, mb_spec.trace_ids))
+            traces.extend(iter_traced(result, mb_spec.trace_ids))
         return batch, stat_values(result)
     # `rename` maps keys of inputs too, so only the pairs that concern an output count here and below
     written = {*rpc.outputs, *(ours for ours, theirs in rpc.rename.items() if theirs in rpc.outputs)}
@@ -74,7 +74,7 @@ def call(
 
 
 @contextmanager
-def _missing_keys_explained(rpc: RPC, graph: DataflowGraph | None) -> Iterator[None]:
+def _explaining_missing_keys(rpc: RPC, graph: DataflowGraph | None) -> Iterator[None]:
     """Add the RPC, its role and the cure to the message about a key that the RPC does not declare as an input."""
     own = {theirs: ours for ours, theirs in rpc.rename.items()}
     given = {own.get(key, key) for key in rpc.inputs}

@@ -29,14 +29,14 @@ from realign.api.sampler import Sampler, SharedByRanks
 from realign.api.stats import TracedSequence
 from realign.data import Dataset
 from realign.data.dataset import content_hash
-from realign.data.encoding import DecodedSequence, decoded_row
+from realign.data.encoding import DecodedSequence, decode_row
 from realign.errors import ConfigError, RunError
 from realign.ranks import current
 from realign.records.metrics.details import Spans
 from realign.records.metrics.samples import readable
 from realign.records.recorded_calls import ROLLOUT, StepHook, call_key, only
 from realign.runtime.calls import call, is_stale
-from realign.runtime.checks.auto_memory import decided
+from realign.runtime.checks.auto_memory import with_memory_choices
 from realign.runtime.checks.before_loading import open_interfaces, used_interfaces
 from realign.runtime.checks.during_training import check_ratio, default_tolerance
 from realign.runtime.checks.known_answers import check_verifiers
@@ -220,7 +220,7 @@ class LocalRuntime:
 
     def _load_models(self) -> dict[str, Model]:
         """Load the model of every role; a runtime with remote models returns proxies."""
-        experiment = decided(self.experiment)
+        experiment = with_memory_choices(self.experiment)
         return load_models(experiment, partial(load_with_cache, experiment))
 
     @property
@@ -279,7 +279,7 @@ class LocalRuntime:
         self.hook.begin(step)
         values: dict[str, float] = {}
         with self.spans.span("step", "phase"):
-            start, calls = self._begun(step, values)
+            start, calls = self._begin_step(step, values)
             rollout_metrics = dict(values)
             batch = self._calls(calls, start, values)
             # before the next prompts start, which a curriculum chooses by these rewards
@@ -291,7 +291,7 @@ class LocalRuntime:
             values |= {name: value for name, value in order.items() if name not in values}
             if self.ahead is not None:
                 read = {key for rpc in calls for key in rpc.inputs}
-                self.hook.rolled_out(only(start, {*start.data, *read}), rollout_metrics | order)
+                self.hook.on_rollout(only(start, {*start.data, *read}), rollout_metrics | order)
             with memory_limited("weight sync", SMALLER), self.spans.span("weight sync", "phase"):
                 values |= self.sync.after_step(step)
             if "rewards" in batch:
@@ -309,7 +309,7 @@ class LocalRuntime:
             values["step_s"] = time.perf_counter() - started
         return values, batch
 
-    def _begun(self, step: int, values: dict[str, float]) -> tuple[SequenceSample, Sequence[RPC]]:
+    def _begin_step(self, step: int, values: dict[str, float]) -> tuple[SequenceSample, Sequence[RPC]]:
         """Return the batch of a step and the calls that it still needs, and add metrics to `values`.
 
         Dynamic sampling and asynchronous rollout return responses with rewards. Otherwise, the batch has prompts only.
@@ -380,7 +380,7 @@ class LocalRuntime:
         doing = self.watch.doing(f"call {rpc.name!r}", batch, limited=True)
         with doing, self.spans.span(rpc.name, rpc.method):
             batch, stats = call(rpc, model, self.interfaces[rpc.model], batch, mb_spec, self.graph, traces)
-        self.hook.made(key, rpc, model, batch)
+        self.hook.on_call(key, rpc, model, batch)
         return CallResult(batch, stats, time.perf_counter() - started, traces)
 
     def models_changed(self) -> bool:
@@ -462,7 +462,7 @@ class LocalRuntime:
 
     def first_row(self) -> list[DecodedSequence]:
         """Return the first row of the first batch as text, with the trained tokens marked."""
-        return decoded_row(self.batch(1), self.models[self.experiment.lead_role].tokenizer)
+        return decode_row(self.batch(1), self.models[self.experiment.lead_role].tokenizer)
 
     def readable(self, batch: SequenceSample, prompts: int) -> list[dict[str, Any]]:
         """Return the first prompts of a batch with responses and rewards as text, see `samples.readable`."""

@@ -53,12 +53,12 @@ def load_models(experiment: Experiment, load: LoadOwn = load_own) -> dict[str, M
             open_sampler(used[role], model)
             if model.external_sampler is not None:
                 opened.callback(model.external_sampler.close)
-        models = _completed(experiment, used, models)
+        models = _complete(experiment, used, models)
         opened.pop_all()
     return {role: models[role] for role in experiment.roles}
 
 
-def _completed(experiment: Experiment, used: Mapping[str, ModelSpec], models: dict[str, Model]) -> dict[str, Model]:
+def _complete(experiment: Experiment, used: Mapping[str, ModelSpec], models: dict[str, Model]) -> dict[str, Model]:
     """Add the models that are shared and the roles without a model to the loaded models, and check all of them."""
     seed = experiment.seed
     for role, spec in used.items():
@@ -77,23 +77,23 @@ def _completed(experiment: Experiment, used: Mapping[str, ModelSpec], models: di
     for role, model in models.items():
         model.lead = current().lead
         if role in experiment.interfaces:  # an evaluated role may have no interface
-            adopt(role, experiment.interfaces[role], model.saved)
+            load_saved_state(role, experiment.interfaces[role], model.saved)
     return models
 
 
-def adopt(role: str, interface: ModelInterface, saved: Mapping[str, Any]) -> None:
+def load_saved_state(role: str, interface: ModelInterface, saved: Mapping[str, Any]) -> None:
     """Restore the interface state that was saved with the weights of a role.
 
     Raises:
         DataError: one of the package's own interfaces cannot restore the state. A user's class keeps its exception.
     """
     try:
-        interface.adopt(saved)
+        interface.load_saved_state(saved)
     except RealignError:
         raise
     except (ValueError, TypeError, LookupError, AttributeError, OverflowError) as error:
         # where the method is defined, not the class: a user's subclass that inherits it gets our message
-        if not type(interface).adopt.__module__.startswith("realign."):
+        if not type(interface).load_saved_state.__module__.startswith("realign."):
             raise
         raise DataError(
             f"models.{role}: the interface state saved with the weights does not fit ({type(error).__name__}: "
@@ -130,7 +130,7 @@ def check_optimizers(experiment: Experiment) -> None:
     for rpc in experiment.graph.rpcs:
         spec = experiment.models.get(rpc.model)
         trainable = None if spec is None else spec.facts().trainable
-        # `is False`, because None means that the spec of a user's engine does not say; `_completed` asks the loaded
+        # `is False`, because None means that the spec of a user's engine does not say; `_complete` asks the loaded
         # engine
         if rpc.method == "train_step" and spec is not None and trainable is False:
             raise untrainable(rpc, spec)

@@ -98,7 +98,7 @@ def take_output_folder(experiment: Experiment, *, fresh: bool) -> None:
     """
     out = experiment.output_dir
     if not fresh:
-        OwnFiles(out).adopt(*CLAIMED)
+        OwnFiles(out).record_existing(*CLAIMED)
         return
     check_strangers(out)
     _clear(out, kept={path for _, _, path in _read_paths(experiment)})

@@ -137,7 +137,7 @@ def profile_steps(runtime: LocalRuntime, options: ProfileOptions, done: int, fol
         options.steps,
         sum(row["step_s"] for row in rows) / len(rows),
         "cuda" if cuda else "cpu",
-        summarized([rpc.name for rpc in runtime.graph.order], rows, tokens, spans, options.operators),
+        summarize([rpc.name for rpc in runtime.graph.order], rows, tokens, spans, options.operators),
     )
     replace_text(folder / SUMMARY, json.dumps(asdict(profiled), indent=2) + "\n")
     return profiled
@@ -153,7 +153,7 @@ def _tokens(rpc: RPC, runtime: LocalRuntime, packed: float, values: Mapping[str,
     return packed * (interface.plan().epochs if rpc.method == "train_step" else 1)
 
 
-def summarized(
+def summarize(
     names: Sequence[str],
     rows: Sequence[Mapping[str, float]],
     tokens: Mapping[str, float],
@@ -228,4 +228,4 @@ class _Timeline:
         return OUTSIDE if index < 0 else self._owners[index]
 
 
-__all__ = ["OUTSIDE", "CallProfile", "ProfileOptions", "Span", "StepProfile", "profile_steps", "summarized"]
+__all__ = ["OUTSIDE", "CallProfile", "ProfileOptions", "Span", "StepProfile", "profile_steps", "summarize"]

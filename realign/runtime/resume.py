@@ -81,7 +81,7 @@ def find_start(experiment: Experiment) -> Start | None:
     check_tree(str(checkpoint.path), state)
     new_run = CheckpointPart.counters in experiment.resume_skip
     own = experiment.owns(checkpoint.path)
-    complete = not new_run and (checkpoint.step >= experiment.steps or _stopped_by(experiment, state) is not None)
+    complete = not new_run and (checkpoint.step >= experiment.steps or _find_stop(experiment, state) is not None)
     if complete:
         _check_complete(experiment, checkpoint, state, own)
     present = config_of(experiment)
@@ -98,7 +98,7 @@ def find_start(experiment: Experiment) -> Start | None:
     return Start(checkpoint, state, own, new_run, complete)
 
 
-def _stopped_by(experiment: Experiment, state: Mapping[str, Any]) -> Mapping[str, str] | None:
+def _find_stop(experiment: Experiment, state: Mapping[str, Any]) -> Mapping[str, str] | None:
     """Return the stop that ended the run; None if nothing did, or if what stopped it is changed or removed."""
     stop = state["callbacks"]["stop"]
     if stop is None or CheckpointPart.callbacks in experiment.resume_skip:
@@ -114,7 +114,7 @@ def _check_complete(experiment: Experiment, checkpoint: Checkpoint, state: Mappi
         f"steps={experiment.steps}: the run is complete, since {checkpoint.path} is at step {checkpoint.step}. "
         "Increase steps to continue."
     )
-    if checkpoint.step < experiment.steps and (stop := _stopped_by(experiment, state)) is not None:
+    if checkpoint.step < experiment.steps and (stop := _find_stop(experiment, state)) is not None:
         key = stop["key"]
         done = (
             f"{key} stopped the run at step {checkpoint.step} of {experiment.steps}: {stop['reason']}. To continue, "

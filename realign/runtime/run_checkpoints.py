@@ -26,7 +26,7 @@ from realign.engines.cached_logprobs import CachedEngine
 from realign.engines.shared_model import ReferenceEngine
 from realign.errors import CheckpointError, TransientError
 from realign.ranks import current
-from realign.records.checkpoint.folder import CHECKPOINTS, CheckpointWriter, Start, failed_write
+from realign.records.checkpoint.folder import CHECKPOINTS, CheckpointWriter, Start, describe_failed_write
 from realign.records.checkpoint.random_generators import random_state, restore_random
 from realign.records.checkpoint.saved_models import FINAL, Saves, hashes_of
 from realign.records.checkpoint.schema import MISFIT, load_state, refuse_misfit
@@ -426,13 +426,13 @@ class RunCheckpoints:
             writer.write(step, state, best=self._saves.best_step)
             self._written = step
         except (OSError, TransientError, ValueError) as error:  # full disk; interface state that cannot be serialized
-            self._problems.append(failed_write(step, error))
+            self._problems.append(describe_failed_write(step, error))
         self._last = time.monotonic()
         self._stalled = {"time/checkpoint_s": time.perf_counter() - started}
 
     def _take_problems(self) -> list[str]:
         problems, self._problems = self._problems, []
-        return problems + (self._writer.failed() if self._writer is not None else [])
+        return problems + (self._writer.take_failures() if self._writer is not None else [])
 
 
 def _warn_of(problems: Iterable[str]) -> None:

@@ -119,7 +119,7 @@ def run(
                 # each attempt connects to a new cluster: the failure that killed a worker may have killed the cluster
                 # errors are reported before resources are closed
                 with cluster_for(experiment), ExitStack() as stack, watch.report_errors():
-                    training = _opened(attempts.experiment, load, ranks, watch, console, trackers, report, stack)
+                    training = _open_run(attempts.experiment, load, ranks, watch, console, trackers, report, stack)
                     attempts.began()
                     return training.run()
             except WorkerLost as lost:
@@ -127,7 +127,7 @@ def run(
                     attempts.recover(lost)
                 except WorkerLost as last:
                     if training is not None:
-                        training.ended_by(last)
+                        training.report_error(last)
                     raise
 
 
@@ -158,7 +158,7 @@ def _status(console: Console | None, text: str) -> Iterator[None]:
             status.stop()
 
 
-def _opened(
+def _open_run(
     experiment: Experiment,
     load: Callable[[Experiment], LocalRuntime],
     ranks: Ranks,

@@ -94,7 +94,7 @@ class RunInfo:
         trackers = runtime.experiment.trackers
         self.tracked = {name: max(recorded, int(had[name])) if name in had else -1 for name in trackers}
         # a random one, and not the folder: both a run and its forks may be moved
-        self._content = _described(runtime) | {
+        self._content = _describe(runtime) | {
             "id": before.get("id") or uuid.uuid4().hex,
             "parent": parent or before.get("parent"),
             "attempts": [*earlier, self._attempt],
@@ -161,7 +161,7 @@ def is_parent(parent: Mapping[str, Any], folder: Path) -> bool:
     return recorded is None or parent.get("id") in (None, recorded)
 
 
-def _described(runtime: LocalRuntime) -> dict[str, Any]:
+def _describe(runtime: LocalRuntime) -> dict[str, Any]:
     e = runtime.experiment
     models = ((role, model.engine) for role, model in runtime.models.items() if model.has_engine)
     lead = e.lead_role

@@ -17,7 +17,7 @@ from realign.runtime.checks.before_loading import check_held_out, open_interface
 from realign.runtime.checks.parts import check_parts
 from realign.runtime.datasets import load_held_out
 from realign.runtime.evaluation.base import Evaluator, SamplingEvaluator
-from realign.runtime.evaluation.scores import Scored, StandardErrors, merged
+from realign.runtime.evaluation.scores import Scored, StandardErrors, merge_scored
 from realign.runtime.experiment import Experiment
 from realign.runtime.models import external_samplers, load_models
 from realign.runtime.out_of_memory import SMALLER, memory_limited
@@ -84,7 +84,7 @@ class StandaloneEvaluations:
         evaluation, rows = self.evaluations[key], self._rows[key]
         errors, started = StandardErrors(), time.perf_counter()
 
-        def watched(part: Scored) -> Scored:
+        def watch_part(part: Scored) -> Scored:
             errors.add(part)
             watch(part.batch, part.ending)
             return part
@@ -92,7 +92,7 @@ class StandaloneEvaluations:
         with memory_limited(key, f"Lower {key}.batch_prompts."):
             if isinstance(evaluation, SamplingEvaluator):
                 constant = partial(evaluation.constant_reward, self, rows)
-                values, _ = merged(map(watched, evaluation.scored(self, rows)), constant)
+                values, _ = merge_scored(map(watch_part, evaluation.score(self, rows)), constant)
             else:
                 values, _ = evaluation.measure(self, rows)
         return Outcome(values, errors.values(), len(rows), time.perf_counter() - started)
@@ -120,7 +120,7 @@ def _without_training(experiment: Experiment, evaluations: Mapping[str, Evaluato
         )
     return dataclasses.replace(
         experiment,
-        graph=DataflowGraph(_leading(experiment.graph, called), experiment.graph.dataset_keys),
+        graph=DataflowGraph(_required_calls(experiment.graph, called), experiment.graph.dataset_keys),
         models={role: spec.for_evaluation() for role, spec in specs.items() if role in roles},
         sync={},
         skip_together=False,
@@ -130,7 +130,7 @@ def _without_training(experiment: Experiment, evaluations: Mapping[str, Evaluato
     )
 
 
-def _leading(graph: DataflowGraph, called: Mapping[str, RPC]) -> tuple[RPC, ...]:
+def _required_calls(graph: DataflowGraph, called: Mapping[str, RPC]) -> tuple[RPC, ...]:
     """Return the RPCs that do not train, of `called` and of all RPCs that they depend on."""
     names = {rpc.name for caller in called.values() for key in caller.inputs for rpc in graph.leading_to(key)} | set(
         called

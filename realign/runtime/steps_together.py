@@ -58,7 +58,7 @@ class StepsTogether:
             self._changed.notify_all()
 
     @contextmanager
-    def joined(self, name: str, engine: PipelinableEngine) -> Iterator[None]:
+    def join(self, name: str, engine: PipelinableEngine) -> Iterator[None]:
         """Take part in the steps with the model of a call, from its thread."""
         engine.agree_on_steps(partial(self._agree, name))
         try:
@@ -110,7 +110,7 @@ def run_in_turns(calls: Sequence[tuple[str, PipelinableEngine, Callable[[], T]]]
     def run(name: str, engine: PipelinableEngine, make: Callable[[], T]) -> T:
         if device is not None:  # each thread has its own current device
             torch.cuda.set_device(device)
-        with steps.joined(name, engine):
+        with steps.join(name, engine):
             return make()
 
     with ThreadPoolExecutor(len(calls), thread_name_prefix="train") as threads:

@@ -169,10 +169,10 @@ class TrainingLoop:
             text = yaml.safe_dump(dict(self.experiment.resolved), sort_keys=False, allow_unicode=True)
             replace_text(self.out / "config.yaml", text)
         # those of the caller last: one that raises must not cost the line of the step, nor what others get of it
-        self.receivers = [records.metrics, *self._opened(stack), *trackers]
+        self.receivers = [records.metrics, *self._open_trackers(stack), *trackers]
         return [] if self.fresh else records.history()
 
-    def _opened(self, stack: ExitStack) -> Iterable[Tracker]:
+    def _open_trackers(self, stack: ExitStack) -> Iterable[Tracker]:
         for name, spec in self.experiment.trackers.items():
             assert self.info is not None
             tracker = BestEffortTracker(name, spec.open(self.experiment.name, self.out), self.info.tracked[name])
@@ -190,7 +190,7 @@ class TrainingLoop:
         models = ((role, model.engine) for role, model in self.runtime.models.items() if model.has_engine)
         sizes = [f"{role}: {about}" for role, engine in models if (about := engine.capabilities().size)]
 
-        def doing() -> str:
+        def describe_activity() -> str:
             return activity(self.runtime.watch, e.graph, e.interfaces, first_step=self.done < self.first)
 
         return LiveDisplay(
@@ -201,7 +201,7 @@ class TrainingLoop:
             header=[f"{self.out}   {', '.join(sizes)}".rstrip()],
             added=self.callbacks.metrics,
             targets=targets(e.graph, e.interfaces, e.lead_role),
-            activity=doing,
+            activity=describe_activity,
             warned=lambda: (tuple(log.latest_warnings), log.warnings),
         )
 
@@ -232,7 +232,9 @@ class TrainingLoop:
                             # ranks get a signal at different times; they agree, or one would wait in a step that the
                             # others do not make
                             if (received := self.ranks.first(signals.received)) is not None:
-                                raise Interrupted(received, f"stopped after step {step} of {e.steps}. {self._kept()}")
+                                raise Interrupted(
+                                    received, f"stopped after step {step} of {e.steps}. {self._save_last_step()}"
+                                )
                             self.checkpoints.after_step(step)
                     self._finish()
                 except (Interrupted, WorkerLost, WorkerHangs):  # it is saved, nobody waits for it, or no worker answers
@@ -243,7 +245,7 @@ class TrainingLoop:
         except WorkerLost:
             raise  # the run may continue in another attempt
         except BaseException as error:
-            self.ended_by(error)
+            self.report_error(error)
             raise
         status = EndStatus.completed if self.callbacks.stop is None else EndStatus.stopped
         end = EndEvent(self.done, e.steps, status, self.result.stopped or "")
@@ -251,7 +253,7 @@ class TrainingLoop:
         self._report(end)
         return self.result
 
-    def ended_by(self, error: BaseException) -> None:
+    def report_error(self, error: BaseException) -> None:
         """Report an error that ends the run to the callbacks, and write the summary."""
         status = EndStatus.interrupted if isinstance(error, KeyboardInterrupt) else EndStatus.failed
         end = EndEvent(self.done, self.experiment.steps, status, str(error))
@@ -382,7 +384,7 @@ class TrainingLoop:
         self.checkpoints.keep_interfaces()
         return self.runtime.calibrate("after")
 
-    def _kept(self) -> str:
+    def _save_last_step(self) -> str:
         """Write the checkpoint of the last complete step, and return how to continue from it."""
         if self.experiment.checkpoint is None:
             return "The run cannot be resumed, since checkpoint=null."
@@ -394,7 +396,7 @@ class TrainingLoop:
         if not is_on_all_ranks(error):  # the others are in the step, and wait for this rank
             return
         try:
-            if kept := self._kept():
+            if kept := self._save_last_step():
                 self._say_and_log(f"Step {self.done} of {self.experiment.steps} is the last complete one. {kept}")
         except Exception as second:  # it must not hide the first one
             warnings.warn(f"The checkpoint of step {self.done} was not written ({second}).", stacklevel=2)

@@ -169,7 +169,7 @@ def _require(holds: bool, message: str) -> None:
         raise AssertionError(message)
 
 
-def _refused(action: Callable[[], object], what: str) -> None:
+def _check_refused(action: Callable[[], object], what: str) -> None:
     """Check that an action raises an error that is meant for the caller."""
     if not _refuses(action, what):
         raise AssertionError(f"{what} must raise an error")
@@ -352,7 +352,7 @@ def _check_weights(case: EngineCase) -> None:
     }
     now = case.weights()
     for what, (weights, mix) in wrong.items():
-        _refused(partial(engine.load_weights, weights, mix), f"load_weights with {what}")
+        _check_refused(partial(engine.load_weights, weights, mix), f"load_weights with {what}")
         case.same_weights(case.weights(), now, f"load_weights with {what}, which is refused,", bitwise=True)
 
 
@@ -360,33 +360,33 @@ def _check_state(case: EngineCase) -> None:
     """Check that training continues bit for bit from a state, and that `weights_only` restores the weights."""
     for _ in range(2):
         case.train()
-    state, weights = _copied(case.engine.state_dict()), case.weights()
+    state, weights = _copy(case.engine.state_dict()), case.weights()
     metrics, after = case.train(), case.weights()
     for steps in (0, 1):  # into a new engine, and into one that trained
         case.engine = case.make()
         for _ in range(steps):
             case.train(factor=2.0)
-        case.engine.load_state_dict(_copied(state))
+        case.engine.load_state_dict(_copy(state))
         case.same_weights(case.weights(), weights, "load_state_dict", bitwise=True)
         again = case.train()
         case.same_weights(case.weights(), after, "the step after load_state_dict", bitwise=True)
         _require(again["loss"] == metrics["loss"], "the loss after load_state_dict differs")
         _require(again.get("lr") == metrics.get("lr"), "the learning rate after load_state_dict differs")
     case.engine = case.make()
-    case.engine.load_state_dict(_copied(state), weights_only=True)
+    case.engine.load_state_dict(_copy(state), weights_only=True)
     case.same_weights(case.weights(), weights, "load_state_dict with weights_only", bitwise=True)
 
 
-def _copied(tree: Any) -> Any:
+def _copy(tree: Any) -> Any:
     """Copy a state as a checkpoint stores it, and check that it contains tensors and plain values only."""
     if isinstance(tree, DTensor):  # a checkpoint contains whole tensors
         return tree.full_tensor().detach().clone()
     if isinstance(tree, Tensor):
         return tree.detach().clone()
     if isinstance(tree, Mapping):
-        return {key: _copied(value) for key, value in tree.items()}
+        return {key: _copy(value) for key, value in tree.items()}
     if isinstance(tree, list | tuple):
-        return type(tree)(_copied(value) for value in tree)
+        return type(tree)(_copy(value) for value in tree)
     plain = tree is None or isinstance(tree, bool | int | float | str)
     _require(plain, f"state_dict contains a {type(tree).__name__}, which a checkpoint cannot store")
     return copy.copy(tree)
@@ -408,9 +408,11 @@ def _check_save(case: EngineCase) -> None:
 def _check_generate(case: EngineCase) -> None:
     """Check the keys of `generate`, its log-probs, and that a response depends on seed, id and index only."""
     if not case.language:
-        _refused(lambda: case.engine.generate(case.prompts, case.config, seed=3), "generate without a language model")
+        _check_refused(
+            lambda: case.engine.generate(case.prompts, case.config, seed=3), "generate without a language model"
+        )
         return
-    out = _generated(case, case.prompts, case.config)
+    out = _generate(case, case.prompts, case.config)
     keys = {"input_ids", "prompt_mask", "loss_mask", "logprobs", "truncated", "response_index"}
     _require(out.keys == keys, f"generate returns keys {sorted(out.keys)}, not {sorted(keys)}")
     _require(out.ids == case.prompts.ids, "generate returns the ids in another order")
@@ -428,13 +430,13 @@ def _check_generate(case: EngineCase) -> None:
         _require(0 < count <= case.config.max_new_tokens, f"a response has {count} tokens, against max_new_tokens")
     longest = torch.stack([(~given).sum() == case.config.max_new_tokens for given in out.sequences("prompt_mask")])
     _require(not bool((out["truncated"].cpu() & ~longest).any()), "a response is truncated below max_new_tokens")
-    fixed = _generated(case, case.prompts, replace(case.config, fixed_length=True))
+    fixed = _generate(case, case.prompts, replace(case.config, fixed_length=True))
     counts = {int((~given).sum()) for given in fixed.sequences("prompt_mask")}
     _require(counts == {case.config.max_new_tokens}, f"with fixed_length, responses have {sorted(counts)} tokens")
     _require(len(case.engine.generate(case.prompts.take([]), case.config, seed=3)) == 0, "no prompts have responses")
 
 
-def _generated(case: EngineCase, prompts: SequenceSample, config: GenerationConfig, seed: int = 3) -> SequenceSample:
+def _generate(case: EngineCase, prompts: SequenceSample, config: GenerationConfig, seed: int = 3) -> SequenceSample:
     return case.engine.generate(prompts, config, seed=seed)
 
 
@@ -443,25 +445,25 @@ def _check_seeds(case: EngineCase) -> None:
     if not case.language:
         return
     config = replace(case.config, fixed_length=True, temperature=1.0)
-    all_ids = [ids.tolist() for ids in _generated(case, case.prompts, config).sequences()]
-    again = [ids.tolist() for ids in _generated(case, case.prompts, config).sequences()]
+    all_ids = [ids.tolist() for ids in _generate(case, case.prompts, config).sequences()]
+    again = [ids.tolist() for ids in _generate(case, case.prompts, config).sequences()]
     _require(again == all_ids, "equal calls of generate differ")
-    alone = [_generated(case, prompt, config) for prompt in case.prompts.unpack()]
+    alone = [_generate(case, prompt, config) for prompt in case.prompts.unpack()]
     _require([x.tolist() for out in alone for x in out.sequences()] == all_ids, "a response depends on other prompts")
-    back = _generated(case, case.prompts.take(range(len(case.prompts))[::-1]), config)
+    back = _generate(case, case.prompts.take(range(len(case.prompts))[::-1]), config)
     pairs = [out.sequences() for out in reversed(back.unpack())]
     _require([x.tolist() for pair in pairs for x in pair] == all_ids, "a response depends on the order of prompts")
     # `case.config` has two responses per prompt, so every other one is the first.
-    first = _generated(case, case.prompts, replace(config, n=1)).sequences()
+    first = _generate(case, case.prompts, replace(config, n=1)).sequences()
     _require([x.tolist() for x in first] == all_ids[::2], "the first response depends on the number of responses")
-    other = [ids.tolist() for ids in _generated(case, case.prompts, config, seed=4).sequences()]
+    other = [ids.tolist() for ids in _generate(case, case.prompts, config, seed=4).sequences()]
     _require(other != all_ids, "the seed has no effect")
     _require(any(a != b for a, b in zip(all_ids[::2], all_ids[1::2], strict=True)), "responses to a prompt are equal")
     # Equal prompts, so that only the id can make responses differ.
     twins = SequenceSample.from_sequences(
         range(4), {"prompt_ids": [[case.prompts.sequences("prompt_ids")[0]] for _ in range(4)]}
     )
-    drawn = {tuple(ids.tolist()) for ids in _generated(case, twins, replace(config, n=1)).sequences()}
+    drawn = {tuple(ids.tolist()) for ids in _generate(case, twins, replace(config, n=1)).sequences()}
     _require(len(drawn) > 1, "the id of a prompt has no effect")
 
 
@@ -469,7 +471,7 @@ def _check_temperature(case: EngineCase) -> None:
     """Check that log-probs are those of the model at the temperature, and that greedy responses need no seed."""
     if not case.language:
         return
-    out = _generated(case, case.prompts, case.config)
+    out = _generate(case, case.prompts, case.config)
 
     def hook(output: ModelOutput, mb: SequenceSample) -> SequenceSample:
         return mb.with_tokens(check=output.logprobs(temperature=TEMPERATURE))
@@ -478,7 +480,7 @@ def _check_temperature(case: EngineCase) -> None:
     mask = out["loss_mask"]
     case.close(out["logprobs"][mask], scored[mask], "log-probs of generate and of forward at the same temperature")
     config = replace(case.config, greedy=True)
-    both = [_generated(case, case.prompts, config, seed).sequences() for seed in (3, 4)]
+    both = [_generate(case, case.prompts, config, seed).sequences() for seed in (3, 4)]
     _require([x.tolist() for x in both[0]] == [x.tolist() for x in both[1]], "greedy responses depend on the seed")
 
 
@@ -488,9 +490,11 @@ def _check_router_replay(case: EngineCase) -> None:
         return
     config = replace(case.config, router_replay=True)
     if not case.has.router_replay:
-        _refused(lambda: _generated(case, case.prompts, config), "generate with router_replay, which is no capability,")
+        _check_refused(
+            lambda: _generate(case, case.prompts, config), "generate with router_replay, which is no capability,"
+        )
         return
-    out = _generated(case, case.prompts, config)
+    out = _generate(case, case.prompts, config)
     _require("router_experts" in out, "generate with router_replay returns no router_experts")
     case.scored(out.select(["input_ids", "prompt_mask", "loss_mask", "router_experts"]))
 
@@ -501,11 +505,11 @@ def _check_sampling_replay(case: EngineCase) -> None:
         return
     config = replace(case.config, top_k=4, sampling_replay=True)
     if not case.has.sampling_replay:
-        _refused(
-            lambda: _generated(case, case.prompts, config), "generate with sampling_replay, which is no capability,"
+        _check_refused(
+            lambda: _generate(case, case.prompts, config), "generate with sampling_replay, which is no capability,"
         )
         return
-    out = _generated(case, case.prompts, config)
+    out = _generate(case, case.prompts, config)
     _require("sampling_mask" in out, "generate with sampling_replay returns no sampling_mask")
 
     def hook(output: ModelOutput, mb: SequenceSample) -> SequenceSample:
@@ -520,12 +524,12 @@ def _check_sampling_replay(case: EngineCase) -> None:
 def _check_heads(case: EngineCase) -> None:
     """Check that `lm_head` is live or a copy as declared, and that `use_heads` works or raises an error."""
     if not case.language:
-        _refused(case.engine.lm_head, "lm_head without a language model")
+        _check_refused(case.engine.lm_head, "lm_head without a language model")
         return
     try:
         head = case.engine.lm_head()
     except Exception:  # of any kind, also that its `ModelOutput` has no `lm_head`
-        _refused(partial(case.engine.use_heads, {}), "use_heads of an engine without lm_head")
+        _check_refused(partial(case.engine.use_heads, {}), "use_heads of an engine without lm_head")
         return
     copied = head.weight_VH.detach().clone()
     if not _refuses(lambda: case.engine.use_heads({"check": head}), "use_heads"):
@@ -583,7 +587,7 @@ def _check_frozen(case: EngineCase) -> None:
     """Check that an engine that is not trainable refuses to train."""
     if not case.has.trainable:
         before = case.weights()
-        _refused(case.train, "train_batch of an engine that is not trainable")
+        _check_refused(case.train, "train_batch of an engine that is not trainable")
         case.same_weights(case.weights(), before, "train_batch of an engine that is not trainable", bitwise=True)
 
 
@@ -602,7 +606,7 @@ def _check_parts(case: EngineCase) -> None:
     check(engine.forward_part(part, SPEC, case.hook), whole, "check", "forward_part")
     if case.language:
         own = engine.generate_part(shard(case.prompts, ranks, "prompt_ids")[rank], case.config, seed=3)
-        check(own, _generated(case, case.prompts, case.config), "input_ids", "generate_part")
+        check(own, _generate(case, case.prompts, case.config), "input_ids", "generate_part")
     references: list[Any] = []
     if not _refuses(lambda: references.append(engine.reference_part()), "reference_part"):
         check(references[0](part, SPEC, case.hook), whole, "check", "reference_part")

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from realign.cli.train import is_one_of_many
-from realign.config.command_line import quoted_text
+from realign.config.command_line import quote_text
 from realign.config.errors import ConfigError
 from realign.errors import CheckpointError, ExitCode
 from realign.own_files import replace_text
 from realign.report.files import flat_config, json_lines, json_object, run_info
 from realign.text import visible
-from realign.time_machine.earlier_run import check_writable, chosen_out, experiment_of, run_and_step, run_folder
+from realign.time_machine.earlier_run import check_writable, experiment_of, resolve_out, run_and_step, run_folder
 
 if TYPE_CHECKING:
     from realign.records.checkpoint.folder import Checkpoint
@@ -35,18 +35,18 @@ def replay(args: argparse.Namespace, words: Sequence[str]) -> int:
     """Run `realign replay RUN STEP`: recompute a step, and write all that it computed."""
     from realign.time_machine.replay import replay_folder, write
 
-    chosen = chosen_out(args.out)
+    chosen = resolve_out(args.out)
     run, step = run_and_step("replay", words)
     out = replay_folder(run, step, chosen)
     check_writable(out)
     try:
-        replayed = _replayed(run, step, args.break_in, rescore=args.rescore)
+        replayed = _replay(run, step, args.break_in, rescore=args.rescore)
     except BdbQuit:  # `q` in the debugger
         return ExitCode.success
     write(replayed, run, out)
     recorded = next((line for line in json_lines(run / "metrics.jsonl") if line.get("step") == step), None)
     print(f"Step {step} of {visible(str(run))}: {_verdict(replayed, recorded, args.tolerance)}")
-    if recorded is not None and _differing(replayed, recorded, args.tolerance) and (reason := _processes(run)):
+    if recorded is not None and _find_differing(replayed, recorded, args.tolerance) and (reason := _processes(run)):
         print(reason)
     print(f"batch, rewards, values of tokens, gradients: {visible(str(out))}/batch.safetensors and step.json")
     print(f"look at it: realign view {visible(str(out))}")
@@ -58,7 +58,7 @@ def _verdict(replayed: ReplayedStep, recorded: dict[str, object] | None, toleran
     if recorded is None:
         return "recomputed; the run has no record of it"
     shared = sum(name in recorded and not _of_machine(name) for name in replayed.metrics)
-    wrong = _differing(replayed, recorded, tolerance)
+    wrong = _find_differing(replayed, recorded, tolerance)
     if not wrong:
         within = f" up to {tolerance:g}" if tolerance else ""
         return f"recomputed, {shared} metrics equal to the recorded ones{within}"
@@ -69,7 +69,7 @@ def _verdict(replayed: ReplayedStep, recorded: dict[str, object] | None, toleran
     )
 
 
-def _differing(replayed: ReplayedStep, recorded: Mapping[str, object], tolerance: float) -> list[str]:
+def _find_differing(replayed: ReplayedStep, recorded: Mapping[str, object], tolerance: float) -> list[str]:
     """Return the metrics of training that differ by more than a relative tolerance."""
 
     def equal(now: float, then: object) -> bool:
@@ -130,15 +130,15 @@ def fork_words(words: Sequence[str]) -> list[str]:
         # from a checkpoint, which checks that a file elsewhere has the same rows
         moved = [word for word in overrides if word.startswith("data.path=")] if checkpoint is not None else []
         checkpoint = _advance(run, forked.output_dir, step, checkpoint, moved)
-    return [config, *overrides, *flags, *_resumed(forked, checkpoint)]
+    return [config, *overrides, *flags, *_resume_words(forked, checkpoint)]
 
 
 def _path(path: Path) -> str:
     """Return a path as the value of an override, in quotes if it needs them."""
-    return str(path) if re.fullmatch(r"(/[\w.-]+)+", str(path)) else quoted_text(str(path))
+    return str(path) if re.fullmatch(r"(/[\w.-]+)+", str(path)) else quote_text(str(path))
 
 
-def _resumed(experiment: Experiment, checkpoint: Checkpoint | None) -> list[str]:
+def _resume_words(experiment: Experiment, checkpoint: Checkpoint | None) -> list[str]:
     """Return the words that continue from a checkpoint with the settings of an experiment."""
     from realign.runtime.resume import training_settings
     from realign.runtime.run_checkpoints import config_of
@@ -149,7 +149,7 @@ def _resumed(experiment: Experiment, checkpoint: Checkpoint | None) -> list[str]
     before = training_settings(checkpoint.read()["config"])
     now = training_settings(config_of(experiment))
     keys = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
-    allow = ",".join(key if re.fullmatch(r"[\w.]+", key) else quoted_text(key) for key in keys)
+    allow = ",".join(key if re.fullmatch(r"[\w.]+", key) else quote_text(key) for key in keys)
     return [f"resume={_path(checkpoint.path)}", f"resume_allow=[{allow}]"]
 
 
@@ -166,7 +166,7 @@ def _advance(run: Path, out: Path, step: int, checkpoint: Checkpoint | None, mov
 
     first = 1 if checkpoint is None else checkpoint.step + 1
     check_settings(run, first)
-    resumed = _resumed(experiment_of(run, *moved), checkpoint)
+    resumed = _resume_words(experiment_of(run, *moved), checkpoint)
     experiment = experiment_of(run, f"output_dir={_path(out.absolute())}", "records.calls=false", *moved, *resumed)
     if experiment.rollout.ahead:
         raise ConfigError(
@@ -220,7 +220,7 @@ def bisect(args: argparse.Namespace, words: Sequence[str]) -> int:
     from realign.time_machine.replay import differences
 
     # `run_folder` changes to the folder where a run was started, to which its paths are relative
-    both = [_replayed(run_folder(_taken_by(run, step)), step) for run in (first, second)]
+    both = [_replay(run_folder(_run_of_step(run, step)), step) for run in (first, second)]
     parts = differences(both[0], both[1], args.tolerance)
     if not parts:
         print("both steps were recomputed, and agree. The difference did not come from training: look at the logs.")
@@ -233,7 +233,7 @@ def bisect(args: argparse.Namespace, words: Sequence[str]) -> int:
     return 0
 
 
-def _taken_by(run: Path, step: int) -> Path:
+def _run_of_step(run: Path, step: int) -> Path:
     """Return the run that took a step of a run: of the steps up to a fork, its parent."""
     from realign.runtime.run_report import parent_of
 
@@ -269,11 +269,11 @@ def _first_metric(first: Path, second: Path) -> tuple[int | None, str, tuple[obj
         for name in a[step].keys() & b[step].keys():
             if not _of_machine(name) and not name.startswith("eval") and a[step][name] != b[step][name]:
                 return step, name, (a[step][name], b[step][name])
-    said = f"the metrics of all {len(shared)} common steps are equal"
+    text = f"the metrics of all {len(shared)} common steps are equal"
     last, longer = (max(a), second) if max(b) > max(a) else (max(b), first)
     if max(a) != max(b):
-        said += f". {longer.name} goes on after step {last}, to step {max(*a, *b)}"
-    return None, said, (None, None)
+        text += f". {longer.name} goes on after step {last}, to step {max(*a, *b)}"
+    return None, text, (None, None)
 
 
 def _of_machine(name: str) -> bool:
@@ -296,7 +296,7 @@ def _bisect_by_command(args: argparse.Namespace, words: Sequence[str]) -> int:
     while bad - good > 1:
         step = (good + bad) // 2
         out = replay_folder(run, step)
-        write(_replayed(run, step), run, out)
+        write(_replay(run, step), run, out)
         failed = subprocess.run(args.run, shell=True, cwd=out, check=False).returncode != 0
         print(f"step {step}: {'bad' if failed else 'good'}", flush=True)
         good, bad = (good, step) if failed else (step, bad)
@@ -304,7 +304,7 @@ def _bisect_by_command(args: argparse.Namespace, words: Sequence[str]) -> int:
     return 0
 
 
-def _replayed(run: Path, step: int, break_in: str | None = None, *, rescore: bool = False) -> ReplayedStep:
+def _replay(run: Path, step: int, break_in: str | None = None, *, rescore: bool = False) -> ReplayedStep:
     """Recompute a step of a run, with a status line."""
     from rich.console import Console
     from transformers.utils.logging import disable_progress_bar

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from realign.cli.arguments import composed_line
+from realign.cli.arguments import compose_line
 from realign.cli.train import build
 from realign.config.errors import ConfigError
 from realign.report.files import check_run, flat_config, json_object
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def experiment_of(run: Path, *overrides: str) -> Experiment:
     """Build the experiment of a run from its resolved config."""
-    return build(composed_line([str(run / "config.yaml"), *overrides], None).resolve())
+    return build(compose_line([str(run / "config.yaml"), *overrides], None).resolve())
 
 
 def run_and_step(command: str, words: Sequence[str]) -> tuple[Path, int]:
@@ -68,7 +68,7 @@ def run_folder(run: Path) -> Path:
     return run
 
 
-def chosen_out(out: str | None) -> Path | None:
+def resolve_out(out: str | None) -> Path | None:
     """Return the absolute path of `--out`, before `run_folder` changes to another folder."""
     return Path(out).absolute() if out else None
 
@@ -86,4 +86,4 @@ def check_writable(folder: Path) -> None:
         raise ConfigError(f"--out {folder}: {nearest} cannot be written to. Choose another folder.")
 
 
-__all__ = ["check_writable", "chosen_out", "experiment_of", "run_and_step", "run_folder"]
+__all__ = ["check_writable", "experiment_of", "resolve_out", "run_and_step", "run_folder"]

@@ -183,14 +183,14 @@ def _bare(experiment: Experiment, run: Path, steps: range, *, rescore: bool) -> 
         bare = dataclasses.replace(bare, rollout=Sync())
         keys |= {rpc.name for rpc in bare.graph.leading_to("rewards")}
     called = {rpc.model for rpc in bare.graph.rpcs if rpc.name not in keys}
-    interfaces = {role: i if role in called else _closed(i) for role, i in bare.interfaces.items()}
+    interfaces = {role: i if role in called else _without_resources(i) for role, i in bare.interfaces.items()}
     models = bare.models
     if all(rpc.name in keys for rpc in bare.graph.rpcs if rpc.method == "generate"):
         models = {role: _without_server(spec) for role, spec in models.items()}
     return dataclasses.replace(bare, interfaces=interfaces, models=models)
 
 
-def _closed(interface: ModelInterface) -> ModelInterface:
+def _without_resources(interface: ModelInterface) -> ModelInterface:
     """Return an interface that opens nothing, such as a reward function, because no call needs it."""
     closed = copy.copy(interface)
     for name in ("open", "close"):
@@ -281,7 +281,7 @@ def replay_steps(
                 runtime.step(number)
                 continue
             with around(runtime):
-                replayed = _replayed_step(runtime, number)
+                replayed = _replay_step(runtime, number)
             yield replayed
 
 
@@ -304,7 +304,7 @@ def _start(experiment: Experiment, run: Path, checkpoint: Checkpoint | None) -> 
         raise CheckpointError(f"{error}. Remove this checkpoint to start from an earlier one.") from error
 
 
-def _replayed_step(runtime: LocalRuntime, step: int) -> ReplayedStep:
+def _replay_step(runtime: LocalRuntime, step: int) -> ReplayedStep:
     trained = {r: m for r, m in runtime.models.items() if m.has_engine and m.engine.capabilities().trainable}
     weights = {role: hash_of(model.engine.weights()) for role, model in trained.items()}
     with gradient_norms(runtime) as gradients:
@@ -326,12 +326,12 @@ def _debugging(runtime: LocalRuntime, role: str) -> Iterator[None]:
     name = "loss" if "loss" in members else "train_step"
     call, debugger = members[name], pdb.Pdb()
 
-    def debugged(*args: Any, **kwargs: Any) -> Any:
+    def debug(*args: Any, **kwargs: Any) -> Any:
         if (result := debugger.runcall(call, *args, **kwargs)) is None:  # `q`: neither method returns None
             raise BdbQuit
         return result
 
-    setattr(interface, name, debugged)
+    setattr(interface, name, debug)
     yield
 
 
@@ -471,7 +471,9 @@ def differences(first: ReplayedStep, second: ReplayedStep, tolerance: float = 0.
     for key in dict.fromkeys(key for key in first.order if key in first.batch.data and key in second.batch.data):
         lengths = first.batch.lengths[key], second.batch.lengths[key]
         pair = first.batch[key], second.batch[key]
-        differing += _compared(first, f"{key} of the batch", pair, lengths, tolerance, of_tokens=lengths[0] == tokens)
+        differing += _compare_tensors(
+            first, f"{key} of the batch", pair, lengths, tolerance, of_tokens=lengths[0] == tokens
+        )
     for role in first.traces.keys() & second.traces.keys():
         last = [{(trace.prompt, trace.response): trace.values for trace in x.traces[role]} for x in (first, second)]
         for name in sorted({name for values in last[0].values() for name in values}, key=_causal):
@@ -481,7 +483,7 @@ def differences(first: ReplayedStep, second: ReplayedStep, tolerance: float = 0.
             wrong = [name for name in a if not _close(a[name], b.get(name, math.nan), tolerance)]
             if wrong:
                 name = wrong[0]
-                values = _shown(a[name]), _shown(b.get(name, math.nan))
+                values = _format(a[name]), _format(b.get(name, math.nan))
                 where = f"optimizer step {number + 1}, {name}"
                 differing.append(
                     Difference(f"gradient norm of {role}", where, values, f"{len(wrong)} of {len(a)} weights")
@@ -515,11 +517,11 @@ def _first_token(role: str, name: str, first: Traced, second: Traced, tolerance:
         where = f"prompt {prompt}, response {response}, token {at}"
         size = f"at most {float((a - b).abs().max()):.3g} in this response"
         what = f"{name.removeprefix('token/')} in the loss of {role}"
-        return [Difference(what, where, (_shown(a[at]), _shown(b[at])), size)]
+        return [Difference(what, where, (_format(a[at]), _format(b[at])), size)]
     return []
 
 
-def _compared(
+def _compare_tensors(
     step: ReplayedStep,
     what: str,
     pair: tuple[Tensor, Tensor],
@@ -546,7 +548,7 @@ def _compared(
         where += f", token {inside} ({text!r})"
     elif inside:
         where += f", place {inside}"
-    values = tuple(_shown(x[row]) if row < len(x) else "none" for x in pair)
+    values = tuple(_format(x[row]) if row < len(x) else "none" for x in pair)
     size = f"{len(unequal)} of {n}" if same else "other lengths"
     if same and a.is_floating_point() and a.isfinite().all() and b.isfinite().all():
         size += f", at most {float((a - b).abs().max()):.3g}"
@@ -565,7 +567,7 @@ def _close(a: float, b: float, tolerance: float) -> bool:
     return abs(a - b) <= tolerance or a == b or (math.isnan(a) and math.isnan(b))
 
 
-def _shown(x: Tensor | float) -> str:
+def _format(x: Tensor | float) -> str:
     value = x.tolist() if isinstance(x, Tensor) else x
     return f"{value:.9g}" if isinstance(value, float) else str(value)
 

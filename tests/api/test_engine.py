@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from realign.api import MicroBatchSpec
-from realign.api.engine import copied_head
+from realign.api.engine import copy_head
 from realign.engines import OptimizerSpec, SharedModel, TransformersModel
 from realign.functional import LMHead
 from realign.models import Lora, Score, TopLayers
@@ -24,7 +24,7 @@ def assert_same_head(found: LMHead, wanted: LMHead) -> None:
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "granite"])
 def test_a_copied_head_is_the_head_of_the_engine(family):
     engine = tiny_engine(family)
-    found = copied_head(engine.forward)
+    found = copy_head(engine.forward)
     assert_same_head(found, engine.lm_head())
     assert not found.weight_VH.requires_grad
     assert found.weight_VH.data_ptr() != engine.lm_head().weight_VH.data_ptr()
@@ -32,7 +32,7 @@ def test_a_copied_head_is_the_head_of_the_engine(family):
 
 def test_the_head_of_an_engine_in_this_process_follows_training_and_the_copy_does_not():
     engine = tiny_engine("llama", optimizer=OptimizerSpec(lr=0.1))
-    live, copy = engine.lm_head(), copied_head(engine.forward)
+    live, copy = engine.lm_head(), copy_head(engine.forward)
     assert engine.capabilities().live_head
     data = random_sample([[5, 4]])
     engine.train_batch(data, ONE, lambda out, mb: (out.logprobs().sum(), {}), lambda d: d["loss_mask"].sum())
@@ -45,7 +45,7 @@ def test_the_head_is_restricted_to_the_vocabulary_of_the_config(tmp_path):
 
     spec = TransformersModel(str(save_tiny(tmp_path / "m")), device="cpu", head=Causal(vocabulary=40))
     engine = spec.load("teacher", seed=0).engine
-    assert engine.lm_head().weight_VH.shape[0] == copied_head(engine.forward).weight_VH.shape[0] == 40
+    assert engine.lm_head().weight_VH.shape[0] == copy_head(engine.forward).weight_VH.shape[0] == 40
 
 
 @pytest.mark.parametrize("trains", [TopLayers(2), Lora(rank=4)], ids=["top layers", "lora"])

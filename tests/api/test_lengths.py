@@ -19,13 +19,13 @@ NESTED = st.lists(st.lists(st.integers(0, 5), max_size=4), max_size=6)
 def test_boundaries_are_those_of_the_nested_lists(nested: list[list[int]]) -> None:
     lengths = Lengths.of(nested)
     flat = [n for group in nested for n in group]
-    assert lengths.nested() == tuple(map(tuple, nested))
+    assert lengths.as_tuples() == tuple(map(tuple, nested))
     assert lengths.total == sum(flat)
     assert lengths.starts.tolist() == [sum(flat[:i]) for i in range(len(flat) + 1)]
     assert lengths.sequence_starts.tolist() == [sum(map(len, nested[:i])) for i in range(len(nested) + 1)]
     assert lengths.per_prompt.tolist() == list(map(sum, nested))
     assert lengths.prompt_of_sequence.tolist() == [p for p, group in enumerate(nested) for _ in group]
-    assert lengths.ones().nested() == tuple((1,) * len(group) for group in nested)
+    assert lengths.ones().as_tuples() == tuple((1,) * len(group) for group in nested)
 
 
 @settings(deadline=None)

@@ -40,7 +40,7 @@ def test_settings_are_checked_by_name(settings: dict[str, Any], message: str) ->
     ],
 )
 def test_settings_at_the_edge_that_leave_the_distribution_alone(settings: dict[str, Any]) -> None:
-    assert GenerationConfig(**settings).distorted() == []
+    assert GenerationConfig(**settings).distortions() == []
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_settings_at_the_edge_that_leave_the_distribution_alone(settings: dict[s
     ],
 )
 def test_trap_b4_settings_that_distort_the_distribution_are_listed(settings: dict[str, Any], found: list[str]) -> None:
-    assert GenerationConfig(**settings).distorted() == found
+    assert GenerationConfig(**settings).distortions() == found
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ def experts(tokens, first=0):
 
 def test_sequences_without_a_record_have_unknown_choices():
     data = with_experts(batch(), [experts(2), None, experts(3, 50)])
-    assert data.lengths[ROUTER_EXPERTS].nested() == ((2, 0), (3,))
+    assert data.lengths[ROUTER_EXPERTS].as_tuples() == ((2, 0), (3,))
     unknown = torch.full((1, 4), -1, dtype=torch.int16)
     assert torch.equal(experts_per_token(data), torch.cat([experts(2), unknown, experts(3, 50)]))
     whole = with_experts(batch(), [experts(2), experts(1), experts(3)])

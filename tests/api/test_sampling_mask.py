@@ -20,7 +20,7 @@ def sets(mask):
 def test_the_record_of_a_response_stands_at_its_tokens():
     data = with_masks(batch(), [SamplingMask.of([[7, 2], [3]]), None, SamplingMask.of([[6, 9, 8]])])
     assert data[SAMPLING_MASK].tolist() == [0, 2, 1, 7, 2, 3, 0, 3, 6, 9, 8]
-    assert data.lengths[SAMPLING_MASK].nested() == ((6, 0), (5,))
+    assert data.lengths[SAMPLING_MASK].as_tuples() == ((6, 0), (5,))
     first, none, last = masks_of(data)
     assert (sets(first), none, sets(last)) == ([[], [7, 2], [3]], None, [[], [6, 9, 8]])
     support = support_of(data, CPU)

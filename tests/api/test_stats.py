@@ -27,7 +27,7 @@ from realign.api import (
     merge_stats,
     stat_values,
 )
-from realign.api.stats import keep_traces, traced
+from realign.api.stats import iter_traced, keep_traces
 from realign.interfaces.components import KLPenalty
 from realign.interfaces.grpo import GRPOActorInterface
 from realign.interfaces.ppo import PPOActorInterface
@@ -168,11 +168,11 @@ def test_traces_are_the_same_however_the_batch_is_cut_and_change_nothing_else(n_
     weights, stats = trained(interface, MicroBatchSpec(n_microbatches=n_microbatches, trace_ids=("q1", "q3")), data)
     assert all(torch.equal(a, b) for a, b in zip(plain, weights, strict=True))
     assert stat_values(stats) == stat_values(off)
-    assert not list(traced(off, ("q1", "q3")))
-    found = {(one.prompt, one.response): one.values for one in traced(stats, ("q1", "q3"))}
+    assert not list(iter_traced(off, ("q1", "q3")))
+    found = {(one.prompt, one.response): one.values for one in iter_traced(stats, ("q1", "q3"))}
     whole = {
         (one.prompt, one.response): one.values
-        for one in traced(trained(interface, MicroBatchSpec(trace_ids=("q1", "q3")), data)[1], ("q1", "q3"))
+        for one in iter_traced(trained(interface, MicroBatchSpec(trace_ids=("q1", "q3")), data)[1], ("q1", "q3"))
     }
     trained_responses = {key for key, values in whole.items() if values["token/mask"].any()}
     assert trained_responses
@@ -195,11 +195,11 @@ def test_token_values_are_dropped_unless_their_prompt_is_traced():
 @pytest.mark.parametrize("dropped", [0, 1, 2])
 def test_a_trace_belongs_to_the_same_response_whichever_other_one_is_left_out(dropped):
     data = random_batch().select(KEYS).take([0])  # four responses
-    whole = {one.response: one.values for one in traced(trained(PPOActorInterface(), TRACED, data)[1], data.ids)}
+    whole = {one.response: one.values for one in iter_traced(trained(PPOActorInterface(), TRACED, data)[1], data.ids)}
     rewards_S = data["rewards"].clone()
     rewards_S[dropped] = math.nan
     left = data.with_sequences(rewards=rewards_S)
-    found = {one.response: one.values for one in traced(trained(PPOActorInterface(), TRACED, left)[1], data.ids)}
+    found = {one.response: one.values for one in iter_traced(trained(PPOActorInterface(), TRACED, left)[1], data.ids)}
     assert found.keys() == whole.keys() - {dropped}
     for response, values in found.items():
         torch.testing.assert_close(values["token/logprob"], whole[response]["token/logprob"])

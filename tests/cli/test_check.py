@@ -8,7 +8,7 @@ import torch
 
 from realign.api import SequenceSample
 from realign.cli import commands as cli
-from realign.cli.check import causes_of_failure, counted_warnings, keeps_tokens, verdict
+from realign.cli.check import causes_of_failure, count_warnings, keeps_tokens, verdict
 from tests.data.chat_templates import CHATML, assistant, chat_tokenizer, user
 from tests.tiny import tiny_model
 
@@ -33,7 +33,7 @@ def test_the_last_line_knows_whether_some_data_keeps_tokens():
 
 
 def test_distinct_warnings_are_counted_and_still_shown(caplog):
-    with warnings.catch_warnings(record=True) as warned, counted_warnings() as shown:
+    with warnings.catch_warnings(record=True) as warned, count_warnings() as shown:
         warnings.simplefilter("always")
         for text in ("one", "two", "one"):
             warnings.warn(text, stacklevel=1)

@@ -75,7 +75,7 @@ def test_check_shows_the_mesh_of_each_role_and_the_memory_of_a_rank(tmp_path, mo
     save_tiny(tmp_path / "model")
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "1+1=", "response": "2"}) + "\n")
     words = ["experiment=sft", "models.actor.path=model", "data.path=rows.jsonl", "batch_prompts=1"]
-    monkeypatch.setattr("realign.ranks.launched", lambda: Ranks(0, 8))
+    monkeypatch.setattr("realign.ranks.ranks_of_launcher", lambda: Ranks(0, 8))
     assert cli.main(["check", *words, "models.actor.sharding.replicate=2"]) == 0
     out = capsys.readouterr().out
     assert "\n  actor: 8 ranks = replicate 2 x shard 4\n" in out

@@ -388,9 +388,9 @@ sys.exit(main())
 
 
 def test_garbage_is_collected_again_after_a_brief_command():
-    with cli.uncollected():
+    with cli.without_garbage_collection():
         assert not gc.isenabled()
-        with cli.uncollected():
+        with cli.without_garbage_collection():
             pass
         assert not gc.isenabled()
     assert gc.isenabled()

@@ -8,7 +8,7 @@ import yaml
 from submitit.core.utils import UncompletedJobError
 
 from realign.api import MicroBatchSpec
-from realign.cli.exit_codes import described, exit_code, guarded, plain_warnings, user_message
+from realign.cli.exit_codes import describe, exit_code, plain_warnings, run_guarded, user_message
 from realign.errors import (
     CheckpointError,
     ConfigError,
@@ -89,7 +89,7 @@ def test_the_class_of_an_error_decides_the_exit_code(error, code):
     assert exit_code(error) == code
     assert code in list(ExitCode)
     for debug in (False, True):
-        assert described(error, debug)[1] == code
+        assert describe(error, debug)[1] == code
 
 
 def test_every_exit_code_of_the_table_is_reachable():
@@ -113,27 +113,27 @@ def test_the_message_of_a_failed_job_of_a_sweep_ends_with_its_last_line():
 
 
 def test_an_error_has_a_text_and_an_exit_code():
-    assert described(caught_from(mistake), debug=False) == (f"error: {ONE_LINE}", 2)
-    assert described(caught_from(stopped), debug=False) == ("stopped after step 3", 143)
-    assert described(RunComplete("all steps are done"), debug=False) == ("all steps are done", 0)
-    assert described(KeyboardInterrupt(), debug=True) == ("interrupted", 130)
+    assert describe(caught_from(mistake), debug=False) == (f"error: {ONE_LINE}", 2)
+    assert describe(caught_from(stopped), debug=False) == ("stopped after step 3", 143)
+    assert describe(RunComplete("all steps are done"), debug=False) == ("all steps are done", 0)
+    assert describe(KeyboardInterrupt(), debug=True) == ("interrupted", 130)
     for error, debug, expected in ((caught_from(mistake), True, 2), (caught_from(bug), False, 1)):
-        text, code = described(error, debug)
+        text, code = describe(error, debug)
         assert code == expected
         assert text.startswith("Traceback (most recent call last):")
         assert text.endswith(f"{type(error).__name__}: {error}")
 
 
 def test_a_guarded_action_prints_user_errors_and_raises_bugs(capsys):
-    assert guarded(lambda: None, debug=False) == 0
-    assert guarded(lambda: 5, debug=False) == 5
-    assert guarded(mistake, debug=False) == 2
-    assert guarded(stopped, debug=False) == 143
+    assert run_guarded(lambda: None, debug=False) == 0
+    assert run_guarded(lambda: 5, debug=False) == 5
+    assert run_guarded(mistake, debug=False) == 2
+    assert run_guarded(stopped, debug=False) == 143
     assert capsys.readouterr().err == f"error: {ONE_LINE}\nstopped after step 3\n"
     with pytest.raises(ValueError, match="own loss"):
-        guarded(bug, debug=False)
+        run_guarded(bug, debug=False)
     assert capsys.readouterr().err == ""
-    assert guarded(mistake, debug=True) == 2
+    assert run_guarded(mistake, debug=True) == 2
     err = capsys.readouterr().err
     assert err.startswith("Traceback")
     assert ONE_LINE in err

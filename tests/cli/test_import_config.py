@@ -12,7 +12,7 @@ from benchmarks.referee import batches, ours
 from benchmarks.referee.cells import CELLS, ROWS, Cell, overrides_of
 from realign.cli import import_config
 from realign.cli.commands import main
-from realign.cli.import_config import translated
+from realign.cli.import_config import translate_config
 from realign.config.aliases import tables
 from realign.config.errors import ConfigError
 from tests.docs.pages import blocks
@@ -40,7 +40,7 @@ def words(imported: import_config.Imported) -> dict[str, str]:
 )
 def test_an_imported_config_of_preferences_has_the_loss_that_the_referee_compared(row, tool, settings):
     batch = ours.with_mismatched(batches.batch("pairs", 0))
-    imported = translated(tool, settings)
+    imported = translate_config(tool, settings)
     assert imported.proof == {"peer": "trl", "kinds": {ROWS[row].kind: "pairs"}}
     assert bool(imported.refused) == ("label_smoothing" in settings)  # it has no effect there
     loss, gradient = ours.run(ROWS[row].kind, batch, imported.overrides)
@@ -60,7 +60,7 @@ AREAL = {
 @pytest.mark.parametrize("row", AREAL)
 def test_an_imported_config_of_areal_has_the_loss_that_the_referee_compared(row):
     cell, batch = CELLS[row, "areal"], batches.batch(ROWS[row].batch, 0)
-    imported = translated("areal", {"actor.kl_ctl": 0.0} | AREAL[row])
+    imported = translate_config("areal", {"actor.kl_ctl": 0.0} | AREAL[row])
     assert not imported.refused
     assert not imported.by_hand
     loss, gradient = ours.run("policy", batch, (*imported.overrides, "interfaces.actor.n_minibatches=1"))
@@ -76,7 +76,7 @@ def test_a_section_has_its_own_defaults_and_values_can_name_others(tmp_path):
     )
     given = import_config._of_file(str(path))
     assert given["actor.max_new_tokens"] == 9
-    found = words(translated("areal", {"actor.adv_norm.eps": 1e-4}))
+    found = words(translate_config("areal", {"actor.adv_norm.eps": 1e-4}))
     assert found["interfaces.actor.adv_norm"].startswith("{mean: batch, std: batch, ")
     assert found["interfaces.actor.advantage.reward_norm"].startswith("{mean: none, std: none, ")
 
@@ -84,7 +84,7 @@ def test_a_section_has_its_own_defaults_and_values_can_name_others(tmp_path):
 @pytest.mark.parametrize(("row", "tool"), LOSSES)
 def test_an_imported_config_has_the_loss_that_the_referee_compared_with_the_tool(row, tool):
     cell, batch = CELLS[row, tool], batches.batch(ROWS[row].batch, 0)
-    imported = translated(tool, cell.settings)
+    imported = translate_config(tool, cell.settings)
     assert not imported.refused
     assert not imported.by_hand
     single = ("interfaces.actor.n_minibatches=1",)
@@ -121,7 +121,7 @@ def settings_of(rule: dict) -> dict:
 def test_every_rule_gives_a_command_that_composes_or_says_why_not(tool):
     for rule in TOOLS[tool]["rules"]:
         extra = {"epsilon_high": 5.0} if rule.get("when", {}).get("loss_type") == ["cispo"] else {}
-        imported = translated(tool, {**settings_of(rule), **extra})
+        imported = translate_config(tool, {**settings_of(rule), **extra})
         assert imported.overrides[0].startswith("experiment=")
         assert bool(imported.refused) >= ("refuse" in rule)
 
@@ -143,7 +143,7 @@ def test_the_example_of_the_page_prints_what_the_page_shows(tmp_path, monkeypatc
 def test_flags_of_openrlhf_are_read_with_several_values_and_by_their_old_names():
     flags = ["--advantage_estimator", "group_norm", "--eps_clip_low_high", "0.2", "0.3", "--init_kl_coef=0"]
     flags += ["--pretrain", "a/b"]
-    found = words(translated("openrlhf", import_config._of_words(flags)))
+    found = words(translate_config("openrlhf", import_config._of_words(flags)))
     assert found["experiment"] == "grpo"
     assert found["interfaces.actor.objective.high"] == "0.3"
     assert found["interfaces.actor.kl.place"] == "none"
@@ -151,14 +151,14 @@ def test_flags_of_openrlhf_are_read_with_several_values_and_by_their_old_names()
 
 
 def test_what_has_no_equivalent_is_named():
-    imported = translated("trl", {"loss_type": "vespo", "top_entropy_quantile": 0.5, "mine": 1})
+    imported = translate_config("trl", {"loss_type": "vespo", "top_entropy_quantile": 0.5, "mine": 1})
     assert imported.refused == ["loss_type=vespo is not available."]
     assert imported.by_hand == ["top_entropy_quantile (TRL): not available.", "mine: not known to realign"]
 
 
 def test_a_value_out_of_range_is_an_error():
     with pytest.raises(ConfigError, match=r"objective\.high=-0\.8: must be at least 0"):
-        translated("trl", {"loss_type": "cispo"})
+        translate_config("trl", {"loss_type": "cispo"})
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_a_value_out_of_range_is_an_error():
 )
 def test_a_value_that_is_not_read_is_left_to_the_user_and_never_resolved(value, why, monkeypatch):
     monkeypatch.setenv("HOME", "/secret")
-    imported = translated("trl", {"model_name_or_path": value, "loss_type": "grpo"})
+    imported = translate_config("trl", {"model_name_or_path": value, "loss_type": "grpo"})
     assert imported.by_hand == [f"model_name_or_path: {why}"]
     assert "/secret" not in str(imported)
     assert "models.actor.path=MODEL" in imported.overrides
@@ -182,9 +182,9 @@ def test_a_value_that_is_not_read_is_left_to_the_user_and_never_resolved(value, 
 
 def test_an_integer_beyond_the_floats_is_an_error_or_a_value():
     huge = 10**3000 - 1
-    assert f"steps={huge}" in translated("trl", {"max_steps": huge}).overrides
+    assert f"steps={huge}" in translate_config("trl", {"max_steps": huge}).overrides
     with pytest.raises(ConfigError, match="expected float"):
-        translated("trl", {"temperature": huge})
+        translate_config("trl", {"temperature": huge})
 
 
 REPEATED = zip("abcdefg", "bcdefgh", strict=True)

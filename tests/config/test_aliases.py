@@ -14,7 +14,7 @@ import pytest
 from realign.cli import commands as cli
 from realign.cli.arguments import with_overrides_for_flags
 from realign.config import composition
-from realign.config.aliases import COMMANDS, described, index, tables, translate
+from realign.config.aliases import COMMANDS, describe, index, tables, translate
 from realign.config.errors import ConfigError
 from realign.config.experiment import ExperimentConfig
 from realign.config.files import GROUPS, list_algorithms, list_experiments
@@ -146,7 +146,7 @@ def test_every_name_of_the_pages_is_in_the_table(page):
 
 def known(word: str) -> bool:
     name = word.partition("=")[0].lstrip("-+")
-    return bool(described(name)) or name.partition(".")[0] in OWN
+    return bool(describe(name)) or name.partition(".")[0] in OWN
 
 
 @pytest.mark.parametrize(

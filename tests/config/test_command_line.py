@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from realign.config import compose
-from realign.config.command_line import prepare, quoted
+from realign.config.command_line import prepare, quote_override
 from realign.config.errors import ConfigError
 from tests.config_parts import EXPERIMENT
 
@@ -28,7 +28,7 @@ def test_an_override_that_is_too_long_is_refused_before_it_is_parsed():
 
 @pytest.mark.parametrize("word", ["a=1,2", "a=[ü", "a={ü: 1", "a='ü", "a=${ü}", "a=ü,b", "steps=5", "~a", "a=", "ü"])
 def test_lists_sweeps_interpolations_and_readable_values_stay_unchanged(word):
-    assert quoted(word) == word
+    assert quote_override(word) == word
 
 
 def test_a_number_stays_a_number_and_a_true_a_flag():

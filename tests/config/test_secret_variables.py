@@ -2,7 +2,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from realign.cli.commands import main
-from realign.config import ConfigError, build_experiment, compose, resolved_config
+from realign.config import ConfigError, build_experiment, compose, resolve_config
 
 SECRET = "s3cret/value"
 
@@ -84,7 +84,7 @@ def test_an_allowed_secret_stays_an_interpolation_in_every_form_of_the_config(ca
     url = "http://h/${oc.env:ORDINARY}?key=${oc.env:JUDGE_TOKEN}"
     override = f"interfaces.reward.function='{url}'"
     found = config(override)
-    resolved = resolved_config(found, build_experiment(found))
+    resolved = resolve_config(found, build_experiment(found))
     assert resolved["interfaces"]["reward"]["function"] == "http://h/plain?key=${oc.env:JUDGE_TOKEN}"
     assert SECRET not in str(resolved)
     assert main(["--cfg", "job", "--resolve", "experiment=grpo_arithmetic", override]) == 0

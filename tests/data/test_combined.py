@@ -63,7 +63,7 @@ def test_texts_come_along_with_lengths_of_their_own():
     assert sample.keys == set(data.keys)
     assert sample["prompt_ids"].tolist() == [2, 2, 2, 0]
     brought = [row for _, row in data.texts_of(rows)]
-    assert sample.lengths["ptx_input_ids"].nested() == tuple((a + 1, b + 1) for a, b in (brought[:2], brought[2:]))
+    assert sample.lengths["ptx_input_ids"].as_tuples() == tuple((a + 1, b + 1) for a, b in (brought[:2], brought[2:]))
     assert sample["ptx_input_ids"].tolist() == [row for row in brought for _ in range(row + 1)]
     assert sample["ptx_loss_mask"].tolist() == (sample["ptx_input_ids"] > 0).tolist()
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from realign.data import AssistantMasks, PreferenceData, PromptData, SupervisedData, Template, TooLong, Turns
-from realign.data.encoding import decoded_row
+from realign.data.encoding import decode_row
 from realign.data.writer import Writer
 from realign.errors import ConfigError, DataError, SettingsError
 from realign.tokenization import Tokens
@@ -56,7 +56,7 @@ def load(write):
 
 def runs(dataset, row=0):
     """Return the (text, trained) runs of each sequence of a row."""
-    decoded = decoded_row(dataset.sample([(0, row)]), chat_tokenizer(None))
+    decoded = decode_row(dataset.sample([(0, row)]), chat_tokenizer(None))
     return [[tuple(segment) for segment in sequence.segments] for sequence in decoded]
 
 
@@ -438,7 +438,7 @@ def test_settings_of_the_template_apply_to_messages(load):
 
 def prompts(write, rows, template=CHATML, **fields):
     dataset = PromptData(write(*rows), **fields).load(chat_tokenizer(template))
-    return [decoded_row(dataset.sample([(0, i)]), chat_tokenizer(None))[0].segments[0].text for i in range(len(rows))]
+    return [decode_row(dataset.sample([(0, i)]), chat_tokenizer(None))[0].segments[0].text for i in range(len(rows))]
 
 
 def test_messages_are_prompts_up_to_the_last_user_or_tool_message(write):

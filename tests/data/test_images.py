@@ -75,8 +75,8 @@ def test_prompts_contain_the_tokens_and_the_patches_of_their_images(tmp_path, to
     assert counts == [7, 0, 4]
     grids = [[1, 2, 6], [1, 4, 4], [1, 4, 4]]
     assert sample["image_grid_thw"].tolist() == grids
-    assert sample.lengths["image_grid_thw"].nested() == ((2,), (0,), (1,))
-    assert sample.lengths["pixel_values"].nested() == ((28,), (0,), (16,))
+    assert sample.lengths["image_grid_thw"].as_tuples() == ((2,), (0,), (1,))
+    assert sample.lengths["pixel_values"].as_tuples() == ((28,), (0,), (16,))
     both = [picture("blue", WIDE), picture("red", RED), picture("red", RED)]
     wanted = image_processor()(both, return_tensors="pt")
     torch.testing.assert_close(sample["pixel_values"], wanted["pixel_values"])

@@ -13,7 +13,7 @@ from realign.data import (
     TooLong,
     UnpairedData,
 )
-from realign.data.encoding import decoded_row
+from realign.data.encoding import decode_row
 from realign.errors import DataError, SettingsError
 from tests.data.chat_templates import CHATML, REASONING, assistant, chat_tokenizer, system, tool, user
 from tests.data.text_tokenizer import BOS, EOS, WITH_BOS, characters, make_tokenizer
@@ -147,7 +147,7 @@ def load(write):
 
 
 def runs(dataset, row=0):
-    decoded = decoded_row(dataset.sample([(0, row)]), chat_tokenizer(None))
+    decoded = decode_row(dataset.sample([(0, row)]), chat_tokenizer(None))
     return [[tuple(segment) for segment in sequence.segments] for sequence in decoded]
 
 

@@ -38,7 +38,7 @@ def test_packed_tokens_give_back_any_choice_of_texts(texts, data):
     ids, lengths = packed.gather(np.array(rows, dtype=np.int64))
     assert ids.dtype == torch.int64
     assert ids.tolist() == [i for row in rows for i in texts[row]]
-    assert lengths.nested() == tuple((len(texts[row]),) for row in rows)
+    assert lengths.as_tuples() == tuple((len(texts[row]),) for row in rows)
     assert packed.ids.dtype == np.int32
 
 

@@ -2,7 +2,7 @@ import pytest
 
 from realign.data.writer import Template, Writer
 from realign.errors import ConfigError, DataError
-from realign.tokenization import Tokens, started
+from realign.tokenization import Tokens, with_start
 from tests.data.text_tokenizer import (
     ASSISTANT,
     BOS,
@@ -21,7 +21,7 @@ from tests.data.text_tokenizer import (
 def ids_of(writer, value):
     written = writer.prompt(value)
     tokens = Tokens(writer.tokenizer)
-    return started(next(tokens.encode([written.text])), [] if written.chat else tokens.start())
+    return with_start(next(tokens.encode([written.text])), [] if written.chat else tokens.start())
 
 
 def pair_of(writer, *values):

@@ -10,7 +10,7 @@ import pytest
 
 from realign import data
 from realign.config.construct import fill
-from realign.data.encoding import decoded_row
+from realign.data.encoding import decode_row
 from realign.records.metrics.samples import row_text
 from tests.data.chat_templates import CHATML, chat_tokenizer
 from tests.docs import pages
@@ -32,7 +32,7 @@ def test_an_example_is_read_as_the_page_shows(example, following, tmp_path):
     tokenizer = chat_tokenizer(CHATML)
     dataset = spec.load(tokenizer)
     assert len(dataset) == 1
-    shown = row_text(decoded_row(dataset.sample([(0, 0)]), tokenizer), color=False).plain
+    shown = row_text(decode_row(dataset.sample([(0, 0)]), tokenizer), color=False).plain
     if following is not None and following.language == "text":
         assert shown.splitlines()[1:] == following.code.splitlines()
 

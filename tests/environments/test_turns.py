@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from tokenizers.processors import TemplateProcessing
 
-from realign.environments.turns import TurnWriter, parted
+from realign.environments.turns import TurnWriter, split_observation
 from realign.tokenization import Tokens
 from tests.data.chat_templates import KINDS, PLAIN_CHATML, chat_tokenizer
 from tests.tiny import TEXT, tiny_tokenizer
@@ -67,14 +67,14 @@ def test_a_template_that_hides_the_answer_is_refused():
 
 def test_the_kinds_of_observations():
     messages = [{"role": "tool", "content": "7"}]
-    assert parted("ab") == ("ab", None, [])
-    assert parted(np.array([3, 4])) == ("", [3, 4], [])
-    assert parted((3, 4)) == ("", [3, 4], [])
-    assert parted([]) == ("", [], [])
-    assert parted(messages) == ("", None, messages)
+    assert split_observation("ab") == ("ab", None, [])
+    assert split_observation(np.array([3, 4])) == ("", [3, 4], [])
+    assert split_observation((3, 4)) == ("", [3, 4], [])
+    assert split_observation([]) == ("", [], [])
+    assert split_observation(messages) == ("", None, messages)
     for odd in (None, 3, [3, "a"], [True], [{"role": "tool"}], {"role": "tool", "content": "7"}, b"ab"):
         with pytest.raises(ValueError, match=r"the observation is .*, expected text, a list of token ids"):
-            parted(odd)
+            split_observation(odd)
 
 
 LLAMA2 = (

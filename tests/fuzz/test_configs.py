@@ -20,7 +20,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from realign.config import ConfigError, ExperimentConfig, build_experiment, compose, resolved_config
+from realign.config import ConfigError, ExperimentConfig, build_experiment, compose, resolve_config
 from realign.config.composition import config_of
 from realign.config.experiment import COMPONENTS
 from realign.config.files import list_experiments
@@ -65,7 +65,7 @@ def whole(name: str) -> dict[str, Any]:
         missing = str(error).partition(". Set")[0].removeprefix("missing values: ").split(", ")
         values = {"interfaces.reward.function": "realign.rewards.arithmetic:exact_answer"}
         config = compose([*overrides, *(f"{key}={values.get(key, 'x')}" for key in missing)])
-    return resolved_config(config, build_experiment(config))
+    return resolve_config(config, build_experiment(config))
 
 
 @contextmanager
@@ -104,10 +104,10 @@ def check(plain: Mapping[str, Any]) -> Any:
     if isinstance(found, Refused):
         assert "\n" not in found.message
         return found
-    taken = resolved_config(*found)
+    taken = resolve_config(*found)
     assert not [path for path, value in leaves(taken) if isinstance(value, float) and math.isnan(value)]
     again = config_of(copy.deepcopy(taken))
-    assert resolved_config(again, build_experiment(again)) == taken
+    assert resolve_config(again, build_experiment(again)) == taken
     return taken
 
 
@@ -180,7 +180,7 @@ def test_overrides_as_they_are_typed(overrides):
         found = attempt(lambda: build_experiment(config))
     if isinstance(found, Refused):
         return
-    taken = resolved_config(config, found)
+    taken = resolve_config(config, found)
     OmegaConf.create(taken)
     for override in overrides:
         key, _, value = override.lstrip("+").partition("=")

@@ -43,7 +43,7 @@ def test_lengths_are_taken_or_refused(counts, flat):
     assert fits(*plain)
     assert found.total == sum(plain[1])
     assert found.starts.tolist() == [sum(plain[1][:i]) for i in range(len(plain[1]) + 1)]
-    assert [len(group) for group in found.nested()] == plain[0]
+    assert [len(group) for group in found.as_tuples()] == plain[0]
 
 
 @BOUNDED

@@ -97,11 +97,11 @@ def test_moments_are_kept_with_the_weights_and_refused_where_they_would_be_ignor
     step(normalized, random_batch(1).select(KEYS))
     saved = normalized.state_dict()
     other = PPOCriticInterface(normalization=ValueNormalization(ValueScale.exponential))
-    other.adopt(saved)
+    other.load_saved_state(saved)
     assert other.state_dict() == saved
     with pytest.raises(ConfigError, match=r"normalization.scale=none: .* Set normalization.scale="):
-        PPOCriticInterface().adopt(saved)
-    PPOCriticInterface().adopt({})
+        PPOCriticInterface().load_saved_state(saved)
+    PPOCriticInterface().load_saved_state({})
 
 
 @pytest.mark.parametrize("scale", [ValueScale.exponential, ValueScale.cumulative])

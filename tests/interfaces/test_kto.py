@@ -9,7 +9,7 @@ import torch
 
 from realign.api import MicroBatchSpec, Model, SequenceSample, derive_seed, stat_values
 from realign.config import build_experiment, compose
-from realign.interfaces.kto import KTOInterface, mismatched
+from realign.interfaces.kto import KTOInterface, mismatch_responses
 from realign.runtime import run
 from realign.testing import BigramEngine, random_preferences
 from tests.tiny import save_tiny
@@ -163,7 +163,7 @@ def test_every_prompt_gets_the_response_of_another_prompt_and_every_response_is_
     data = SequenceSample.from_sequences("abcdef", {"input_ids": ids})
     first = torch.tensor([True, False, False] * 6)
     data = data.with_tokens(prompt_mask=first, loss_mask=torch.tensor([False, False, True] * 6))
-    other = mismatched(data)
+    other = mismatch_responses(data)
     assert other.ids == data.ids
     found = other.sequences("input_ids")
     assert [int(x[0]) for x in found] == [1, 11, 21, 31, 41, 51]
@@ -177,7 +177,7 @@ def test_several_responses_follow_the_next_prompt_and_are_cut_to_the_longest_seq
     ids = {"input_ids": [[[1, 2, 3, 4, 5, 6], [1, 7]], [[11, 12, 13, 14]]]}
     data = SequenceSample.from_sequences("ab", ids)
     given = torch.tensor([True] * 4 + [False] * 2 + [True, False] + [True] + [False] * 3)
-    other = mismatched(data.with_tokens(prompt_mask=given, loss_mask=~given))
+    other = mismatch_responses(data.with_tokens(prompt_mask=given, loss_mask=~given))
     rows = [x.tolist() for x in other.sequences("input_ids")]
     assert rows == [[1, 2, 3, 4, 12, 13], [1, 12, 13, 14], [11, 5, 6]]
     assert [x.sum().item() for x in other.sequences("loss_mask")] == [2, 3, 2]
@@ -185,6 +185,6 @@ def test_several_responses_follow_the_next_prompt_and_are_cut_to_the_longest_seq
 
 def test_one_prompt_has_no_other():
     data = random_preferences().take([0])
-    other = mismatched(data)
+    other = mismatch_responses(data)
     assert not other["loss_mask"].any()
     assert other.lengths["loss_mask"] == data.lengths["loss_mask"]

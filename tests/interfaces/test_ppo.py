@@ -20,7 +20,7 @@ from realign.interfaces.components import (
     SeqMeanTokenMean,
     TokenMean,
     ValueObjective,
-    trained,
+    select_trained,
 )
 from realign.interfaces.ppo import PPOActorInterface
 from realign.interfaces.reference import ReferenceInterface
@@ -425,7 +425,7 @@ def test_trap_d11_every_prompt_is_used_once_per_epoch():
             return super().train_batch(data, *rest)
 
     PPOActorInterface(epochs=2, n_minibatches=3).train_step(Model("actor", Watching()), data, MicroBatchSpec())
-    teaching = sorted(trained(PPOActorInterface().score(Model("actor", BigramEngine()), data)).ids)
+    teaching = sorted(select_trained(PPOActorInterface().score(Model("actor", BigramEngine()), data)).ids)
     assert len(steps) == 2 * 3
     half = len(seen) // 2
     assert 5 <= len(teaching) < len(data)  # one prompt has no trained tokens

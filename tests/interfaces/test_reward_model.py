@@ -188,9 +188,9 @@ def test_the_scale_of_labels_by_hand():
 def test_gain_and_bias_come_with_the_weights_they_were_saved_with():
     first, second = RewardModelInterface(), RewardModelInterface()
     first.normalize(torch.tensor([1.0, 3.0]))
-    second.adopt({})
+    second.load_saved_state({})
     assert (second.gain, second.bias) == (1.0, 0.0)
-    second.adopt(first.state_dict())
+    second.load_saved_state(first.state_dict())
     assert (second.gain, second.bias) == (1.0, -2.0)
 
 
@@ -199,7 +199,7 @@ def test_gain_and_bias_come_with_the_weights_they_were_saved_with():
 )
 def test_a_reward_model_starts_from_the_folder_of_a_policy_or_a_critic(other):
     reward = RewardModelInterface()
-    reward.adopt(other.state_dict())
+    reward.load_saved_state(other.state_dict())
     assert (reward.gain, reward.bias) == (1.0, 0.0)
 
 

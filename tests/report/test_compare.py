@@ -10,7 +10,7 @@ import unicodedata
 import pytest
 from rich.console import Console
 
-from realign.report.compare import comparison, names, paired
+from realign.report.compare import comparison, names, summarize_differences
 from tests.report.runs import HOSTILE_VALUES, write_sweep
 
 
@@ -128,5 +128,7 @@ def test_a_fork_and_its_parent_are_compared_step_by_step(tmp_path):
     assert "minus" not in shown(comparison(folders))
     (tmp_path / "a/run.json").write_text(json.dumps({"id": "of a", "headline": ["reward"]}))
     assert "reward: 0.6 ± 0.1 in 2 steps (b minus a)" in shown(comparison(folders))
-    assert paired([1.0, 3.0]) == "2 ± 1"
-    assert paired([float(i // 10) for i in range(100)]) == paired([float(i) for i in range(10)])
+    assert summarize_differences([1.0, 3.0]) == "2 ± 1"
+    assert summarize_differences([float(i // 10) for i in range(100)]) == summarize_differences(
+        [float(i) for i in range(10)]
+    )

@@ -11,7 +11,7 @@ import pytest
 
 from realign.errors import ConfigError, SettingsError
 from realign.report import files
-from realign.report.files import parsed
+from realign.report.files import parse_object
 from realign.report.server import Viewer, ViewOptions, ViewServer, serve
 
 
@@ -73,7 +73,7 @@ def step_line(step: int) -> str:
 def test_only_what_was_appended_is_read_again(tmp_path, monkeypatch):
     """A run of 118 MB is listed every few seconds while it trains."""
     read = []
-    monkeypatch.setattr("realign.report.data.parsed", lambda line: read.append(line) or parsed(line))
+    monkeypatch.setattr("realign.report.data.parse_object", lambda line: read.append(line) or parse_object(line))
     folder, viewer = tmp_path / "toy", Viewer(tmp_path, ViewOptions())
     folder.mkdir()
     file = folder / "metrics.jsonl"

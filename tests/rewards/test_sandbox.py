@@ -19,7 +19,7 @@ from realign.rewards.sandbox import (
     Bubblewrap,
     ProgramLimits,
     SandboxMode,
-    chosen_sandbox,
+    choose_sandbox,
     find_sandbox,
     runs_to_its_end,
 )
@@ -245,14 +245,14 @@ def no_bubblewrap(monkeypatch):
 
 def test_required_is_a_configuration_error_that_names_the_reason(no_bubblewrap):
     with pytest.raises(ConfigError, match=r"sandbox=required: .* on this machine: bwrap is not installed") as error:
-        chosen_sandbox(SandboxMode.required)
+        choose_sandbox(SandboxMode.required)
     assert "\n" not in str(error.value)
     assert "sandbox: off}'" in str(error.value)
 
 
 def test_the_flag_of_the_error_runs_programs_without_a_sandbox(no_bubblewrap):
     with pytest.raises(ConfigError) as error:
-        chosen_sandbox(SandboxMode.required)
+        choose_sandbox(SandboxMode.required)
     overrides = shlex.split(str(error.value).partition("sandbox=off: ")[2])
     given = "interfaces.reward.function=realign.rewards.unit_tests:passes"
     experiment = build_experiment(compose(["experiment=grpo_arithmetic", given, *overrides]))
@@ -262,7 +262,7 @@ def test_the_flag_of_the_error_runs_programs_without_a_sandbox(no_bubblewrap):
 
 def test_without_a_sandbox_one_warning_names_what_is_not_prevented(no_bubblewrap, caplog):
     with caplog.at_level(logging.INFO):
-        assert [chosen_sandbox(SandboxMode.off) for _ in range(3)] == [None] * 3
+        assert [choose_sandbox(SandboxMode.off) for _ in range(3)] == [None] * 3
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert "sandbox=off" in record.message
@@ -275,14 +275,14 @@ def test_with_a_sandbox_the_log_says_so_once(monkeypatch, caplog):
     found = Bubblewrap("bwrap", False, ())
     monkeypatch.setattr(module, "find_sandbox", lambda: found)
     with caplog.at_level(logging.INFO):
-        assert [chosen_sandbox(SandboxMode.required) for _ in range(2)] == [found] * 2
+        assert [choose_sandbox(SandboxMode.required) for _ in range(2)] == [found] * 2
     module._log_once.cache_clear()
     assert [record.message for record in caplog.records] == ["programs of unit tests run in a bubblewrap sandbox"]
 
 
 def searched(monkeypatch, path="/bin/bwrap", platform="linux", machine="x86_64"):
     monkeypatch.setattr(module.sys, "platform", platform)
-    monkeypatch.setattr(module, "supported", lambda: machine == "x86_64")
+    monkeypatch.setattr(module, "is_supported", lambda: machine == "x86_64")
     monkeypatch.setattr(module.platform, "machine", lambda: machine)
     monkeypatch.setattr(module.shutil, "which", lambda name: path)
     module._find_sandbox.cache_clear()

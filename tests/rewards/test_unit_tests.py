@@ -76,7 +76,7 @@ def found(monkeypatch):
 def test_a_prepared_function_has_the_sandbox_of_the_run_and_never_falls_back(found):
     sandbox = Bubblewrap("/no/such/bwrap", as_root=False, trees=())
     found(sandbox)
-    prepared = default.prepared()
+    prepared = default.prepare()
     assert prepared == replace(default, sandbox=sandbox, mode=SandboxMode.required)
     with pytest.raises(FileNotFoundError):
         prepared("", RIGHT, TESTS)
@@ -84,7 +84,7 @@ def test_a_prepared_function_has_the_sandbox_of_the_run_and_never_falls_back(fou
 
 def test_without_a_sandbox_a_prepared_function_runs_programs_with_the_present_limits(found):
     found("bwrap is not installed")
-    prepared = UNSAFE.prepared()
+    prepared = UNSAFE.prepare()
     assert prepared.sandbox is None
     found(Bubblewrap("/no/such/bwrap", as_root=False, trees=()))
     assert prepared("", RIGHT, TESTS) == 1.0

@@ -37,7 +37,7 @@ class Keeper(ReferenceInterface):
     def state_dict(self):
         return {"kept": self.kept} if self.kept else {}
 
-    def adopt(self, saved):
+    def load_saved_state(self, saved):
         self.kept = saved.get("kept", -1.0)
 
 
@@ -142,7 +142,7 @@ def test_a_model_that_takes_no_part_cannot_be_shared():
 
 
 def test_interfaces_ignore_what_was_kept_unless_they_say_otherwise():
-    ModelInterface().adopt({"gain": 2.0})
+    ModelInterface().load_saved_state({"gain": 2.0})
     assert Model("x", None).saved == {}
 
 

@@ -19,7 +19,7 @@ from realign.runtime.profiling import (
     Span,
     profile_steps,
     self_times,
-    summarized,
+    summarize,
 )
 from tests.config_parts import write_experiment
 
@@ -50,7 +50,7 @@ def test_an_operator_belongs_to_the_call_of_its_thread_or_to_the_only_active_cal
 def test_calls_are_summarized_per_step_with_the_time_outside_of_calls():
     rows = [{"step_s": 4.0, "time/a_s": 1.0, "time/b_s": 2.0}, {"step_s": 6.0, "time/a_s": 2.0, "time/b_s": 2.0}]
     spans = [op("RPC a", 1, 0, 3), op("mm", 1, 0, 1, 0.5), op("add", 1, 1, 2, 1.5), op("nop", 1, 2, 2, 0.0)]
-    found = summarized(["a", "b"], rows, {"a": 30.0, "b": 0.0}, spans, operators=1)
+    found = summarize(["a", "b"], rows, {"a": 30.0, "b": 0.0}, spans, operators=1)
     assert [(c.name, c.seconds, c.fraction, c.tokens_per_s, dict(c.operators)) for c in found] == [
         ("a", 1.5, pytest.approx(0.3), 10.0, {"add": 0.75}),
         ("b", 2.0, pytest.approx(0.4), None, {}),
@@ -60,7 +60,7 @@ def test_calls_are_summarized_per_step_with_the_time_outside_of_calls():
 
 def test_overlapping_calls_have_no_time_outside():
     rows = [{"step_s": 2.0, "time/a_s": 2.0, "time/b_s": 1.0}]
-    assert [c.name for c in summarized(["a", "b"], rows, {}, [], 3)] == ["a", "b"]
+    assert [c.name for c in summarize(["a", "b"], rows, {}, [], 3)] == ["a", "b"]
 
 
 @pytest.fixture

@@ -79,7 +79,7 @@ def test_a_call_does_not_wait_for_one_that_an_error_of_the_graph_prevents():
 
     def run():
         try:
-            with together.joined("actor", actor):
+            with together.join("actor", actor):
                 train(actor, BATCHES[0])
         except RunError as error:
             errors.append(error)

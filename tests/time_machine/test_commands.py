@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from realign.cli import main
-from realign.records.checkpoint.folder import facts_of, rendered_manifest
+from realign.records.checkpoint.folder import facts_of, render_manifest
 from realign.time_machine import commands as command
 from realign.time_machine.commands import _of_machine
 from realign.time_machine.earlier_run import run_folder
@@ -237,7 +237,7 @@ def of_another_version(finished, tmp_path, monkeypatch):
         manifest = json.loads((checkpoint / "manifest.json").read_text())
         del manifest["sha256"]
         manifest["files"]["state.json"] = facts_of(checkpoint / "state.json")
-        (checkpoint / "manifest.json").write_bytes(rendered_manifest(manifest))
+        (checkpoint / "manifest.json").write_bytes(render_manifest(manifest))
     info = json.loads((run / "run.json").read_text())
     info["versions"]["realign"] = "0.0.1"
     (run / "run.json").write_text(json.dumps(info))
@@ -344,7 +344,7 @@ def test_a_data_file_that_is_gone_is_named_with_its_key(finished, tmp_path, monk
 def test_a_folder_that_cannot_be_written_to_is_refused_before_the_step_is_recomputed(finished, monkeypatch, capsys):
     monkeypatch.chdir(finished)
     monkeypatch.setattr("os.access", lambda path, mode: mode != os.W_OK)
-    monkeypatch.setattr(command, "_replayed", None)
+    monkeypatch.setattr(command, "_replay", None)
     assert main(["replay", "runs/a", "2"]) == 2
     assert "cannot be written to. Choose another folder" in capsys.readouterr().err
 
@@ -361,7 +361,7 @@ def test_paths_of_a_command_are_relative_to_the_folder_where_it_starts(finished,
     changed = [json.dumps(json.loads(line) | {"reward": 9.0}) for line in lines]
     (tmp_path / "two/runs/a/metrics.jsonl").write_text("\n".join(changed))
     places = []
-    monkeypatch.setattr(command, "_replayed", lambda run, step: places.append((run, Path.cwd())))
+    monkeypatch.setattr(command, "_replay", lambda run, step: places.append((run, Path.cwd())))
     monkeypatch.setattr("realign.time_machine.replay.differences", lambda *_: [])
     monkeypatch.chdir(tmp_path)
     assert main(["bisect", "one/runs/a", "two/runs/a"]) == 0

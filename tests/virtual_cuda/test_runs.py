@@ -13,7 +13,7 @@ from realign.engines.transformers_model import TransformersModel
 from realign.errors import RunError
 from realign.runtime import run
 from realign.samplers.servers.weights import WeightFolders
-from realign.samplers.servers.worker.realign_worker import mapped_folder
+from realign.samplers.servers.worker.realign_worker import map_folder
 
 GRPO = "experiment=grpo_arithmetic"
 POLICY = {
@@ -64,7 +64,7 @@ def test_servers_get_the_weights_of_the_device(task, tmp_path):
     folders = WeightFolders(str(tmp_path), deltas=True)
     folders.dtype = torch.bfloat16
     for number in range(2):
-        sent = mapped_folder(folders.write(engine, number).folder)
+        sent = map_folder(folders.write(engine, number).folder)
         for name, x in engine.weights().items():
             assert torch.equal(sent[name], x.to(sent[name].dtype).cpu())
         engine.load_weights({name: 1.25 * x for name, x in engine.weights().items()})

@@ -13,7 +13,7 @@ from realign.cli.launch_table import derived_rows
 from realign.config import build_experiment, compose
 from realign.engines.training import transformers_engine
 from realign.engines.transformers_model import TransformersModel
-from realign.runtime.checks.auto_memory import USABLE, decided
+from realign.runtime.checks.auto_memory import USABLE, with_memory_choices
 from realign.runtime.checks.device_estimate import estimate
 from realign.runtime.models import load_models
 from realign.samplers.in_process.background import StreamingEngine
@@ -33,7 +33,7 @@ def test_auto_recomputes_layers_where_the_memory_of_the_device_asks_for_it(overr
     for free, on in ((2 * needed, False), (round(needed / USABLE) - 10_000, True)):
         with limit(free):
             row = dict(derived_rows(experiment))[MemoryChoice.checkpointing]
-            load_models(decided(experiment))
+            load_models(with_memory_choices(experiment))
         assert row.startswith("on (auto: " if on else "off (auto: ")
         assert len(enabled) == on
 

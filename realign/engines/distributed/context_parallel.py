@@ -64,21 +64,21 @@ class Ulysses:
     def _of_heads(self, x: Tensor) -> Tensor:
         """Exchange the n rows of all heads, [1, H, n, D], for all rows of this rank's heads, [1, H / C, R, D]."""
         sent = x[0].unflatten(0, (self.group.size(), -1))
-        return exchanged(sent, self.group).transpose(0, 1).flatten(1, 2)[None]
+        return exchange(sent, self.group).transpose(0, 1).flatten(1, 2)[None]
 
     def _of_rows(self, x: Tensor) -> Tensor:
         """Exchange all rows of this rank's heads, [1, R, H / C, D], for the n rows of all heads, [1, n, H, D]."""
         sent = x[0].unflatten(0, (self.group.size(), -1))
-        return exchanged(sent, self.group).transpose(0, 1).flatten(1, 2)[None]
+        return exchange(sent, self.group).transpose(0, 1).flatten(1, 2)[None]
 
 
-def exchanged(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def exchange(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the parts that the ranks have for this rank; x[i] goes to rank i. Differentiable; collective."""
     result: Tensor = _Exchange.apply(x, group)
     return result
 
 
-def summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def sum_over_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the sum over the ranks; collective. The gradient of x is that of this rank's result.
 
     It is right if every rank computes the same loss from the sum, and the gradients of all ranks are added.
@@ -98,7 +98,7 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return exchanged(gradients[0], ctx.group), None
+        return exchange(gradients[0], ctx.group), None
 
 
 class _Sum(torch.autograd.Function):

@@ -81,7 +81,9 @@ def divide_experts(experts: Any, ranks: DeviceMesh, tensor: DeviceMesh, host: Ho
         # Adapters are off while the base model is the reference; see `Trained.without`.
         plain = adapted and experts.disable_adapters
         given, computing = (base, local.get_base_layer()) if plain else (experts, local)
-        weights = {name: _own(name, p, total, slice(first, first + own)) for name, p in given.named_parameters()}
+        weights = {
+            name: _own_experts(name, p, total, slice(first, first + own)) for name, p in given.named_parameters()
+        }
 
         def compute(rows_NH: Tensor, expert_N: Tensor) -> Tensor:
             once_N1 = torch.ones_like(rows_NH[:, :1])
@@ -99,7 +101,7 @@ def _is_adapter(name: str) -> bool:
     return bool({"lora_A", "lora_B"} & set(name.split(".")))
 
 
-def _own(name: str, p: Any, experts: int, own: slice) -> Tensor:
+def _own_experts(name: str, p: Any, experts: int, own: slice) -> Tensor:
     """Return the weights of this rank's experts in a parameter."""
     if not _is_adapter(name):
         local: Tensor = p.to_local()
@@ -160,7 +162,7 @@ class _Exchange:
         return _Joined.apply(out_RH, self._tensor, rows) if self._tensor.size() > 1 else out_RH
 
 
-def _exchanged(x: Tensor, there: Sequence[int], here: Sequence[int], group: Any) -> Tensor:
+def _exchange(x: Tensor, there: Sequence[int], here: Sequence[int], group: Any) -> Tensor:
     out = x.new_empty(sum(here), *x.shape[1:])
     dist.all_to_all_single(out, x.contiguous(), list(here), list(there), group=group)
     return out
@@ -172,11 +174,11 @@ class _Travel(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, there: Sequence[int], here: Sequence[int], group: Any) -> Tensor:
         ctx.way = (here, there, group)
-        return _exchanged(x, there, here, group)
+        return _exchange(x, there, here, group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        return _exchanged(gradients[0], *ctx.way), None, None, None
+        return _exchange(gradients[0], *ctx.way), None, None, None
 
 
 def _part(x: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -185,7 +187,7 @@ def _part(x: Tensor, mesh: DeviceMesh) -> Tensor:
     return x[mesh.get_local_rank() * each :][:each]
 
 
-def _joined(x: Tensor, mesh: DeviceMesh, rows: int) -> Tensor:
+def _gather_rows(x: Tensor, mesh: DeviceMesh, rows: int) -> Tensor:
     """Return the rows of all ranks, given those that `_part` returned to each."""
     each = -(-rows // mesh.size())
     padded = x.new_zeros(each, *x.shape[1:])  # the last ranks may have fewer rows
@@ -205,7 +207,7 @@ class _Part(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return _joined(gradients[0], ctx.mesh, ctx.rows), None
+        return _gather_rows(gradients[0], ctx.mesh, ctx.rows), None
 
 
 class _Joined(torch.autograd.Function):
@@ -214,7 +216,7 @@ class _Joined(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, mesh: DeviceMesh, rows: int) -> Tensor:
         ctx.mesh = mesh
-        return _joined(x, mesh, rows)
+        return _gather_rows(x, mesh, rows)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:

@@ -95,7 +95,7 @@ class Stage:
         if not self.last:
             self._send(hidden_RH, forward=True)
 
-    def begun(self) -> tuple[Tensor | None, Tensor]:
+    def oldest_pass(self) -> tuple[Tensor | None, Tensor]:
         """Return the hidden states [1, R, H] and [R, H] before and after the layers, of the oldest pass that waits."""
         return self._begun.popleft()
 
@@ -118,7 +118,7 @@ class Stage:
         """Forget passes of a step that failed."""
         self._begun.clear()
 
-    def added_to_other_end(self, x: Tensor) -> Tensor:
+    def sum_of_both_ends(self, x: Tensor) -> Tensor:
         """Return the sum of the tensors of the first and the last stage, which both call this."""
         other, theirs = self.stages - 1 - self.index, torch.empty_like(x)
         if self.first:  # one of them receives first: on a GPU, a send may wait for the receiver
@@ -270,16 +270,16 @@ class Cut:
             before[part] = vars(part).get("forward")
             vars(part)["forward"] = forward
 
-        def received(*_: Any, **__: Any) -> Any:
+        def receive(*_: Any, **__: Any) -> Any:
             return stage.received
 
         own = self._stages[index]
         for number, layer in enumerate(self._layers):
             if number not in own:
-                replace(layer, received if number == own.start - 1 else _first)
+                replace(layer, receive if number == own.start - 1 else _first)
         for part, of in self._outer:
             if of != index:
-                replace(part, received if isinstance(part, nn.Embedding) else _first)
+                replace(part, receive if isinstance(part, nn.Embedding) else _first)
         return before
 
 

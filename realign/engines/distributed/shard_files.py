@@ -36,13 +36,13 @@ def shards_to_write(tensors: Mapping[str, Tensor], ranks: Ranks) -> tuple[dict[s
     """Return the shards that this rank writes, and the metadata of its file."""
     shards, offsets = {}, {}
     for name, x in tensors.items():
-        own, box = _own(x)
+        own, box = _own_shard(x)
         if writes(x, ranks) and (own.numel() or not x.numel()):  # more ranks than rows leave some without any
             shards[name], offsets[name] = own, {"saved_offsets": [rows.start for rows in box]}
     return shards, {"format": "pt", OFFSETS: json.dumps(offsets)}
 
 
-def _own(x: Tensor) -> tuple[Tensor, list[slice]]:
+def _own_shard(x: Tensor) -> tuple[Tensor, list[slice]]:
     """Return this rank's shard of a tensor, and its place."""
     return (x.to_local(), slices_of(x)) if is_part(x) else (x, [slice(0, n) for n in x.shape])
 
@@ -71,15 +71,15 @@ class Saved:
 
     def read(self, x: Tensor, opened: Any) -> None:
         """Fill a tensor, or this rank's shard of it; `opened` opens a safetensors file."""
-        own, box = _own(x)
+        own, box = _own_shard(x)
         left = own.numel()
         for shard in self.shards:
             pairs = list(zip(box, shard.box, strict=True))
             common = [slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in pairs]
             if any(rows.start >= rows.stop for rows in common):
                 continue
-            there = tuple(_shifted(rows, of.start) for rows, of in zip(common, shard.box, strict=True))
-            here = tuple(_shifted(rows, of.start) for rows, of in zip(common, box, strict=True))
+            there = tuple(_shift(rows, of.start) for rows, of in zip(common, shard.box, strict=True))
+            here = tuple(_shift(rows, of.start) for rows, of in zip(common, box, strict=True))
             part = torch.as_tensor(opened(shard.file).get_slice(self.name)[there or ...])
             own[here].copy_(part)
             left -= part.numel()
@@ -87,7 +87,7 @@ class Saved:
             raise ValueError(f"{self.shards[0].file.parent}: a part of {self.name!r} is missing")
 
 
-def _shifted(rows: slice, by: int) -> slice:
+def _shift(rows: slice, by: int) -> slice:
     return slice(rows.start - by, rows.stop - by)
 
 

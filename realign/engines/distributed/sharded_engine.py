@@ -22,8 +22,8 @@ from realign.api.engine import (
     Forward,
     LossFn,
     PostHook,
-    copied_head,
-    measured,
+    copy_head,
+    run_loss,
 )
 from realign.api.generation import GenerationConfig
 from realign.api.lengths import Lengths
@@ -39,7 +39,7 @@ from realign.engines.distributed.sharded_state import ShardedSaver, ShardedState
 from realign.engines.distributed.sharding import Sharding, check_reference
 from realign.engines.training.engine_state import ModelSaver
 from realign.engines.training.expert_load import StepLoad, counting, listening
-from realign.engines.training.inference_engine import added
+from realign.engines.training.inference_engine import only_new_keys
 from realign.engines.training.nonfinite import NAMED, Accumulated
 from realign.engines.training.optimizer import OptimizerSpec
 from realign.engines.training.stepper import Stepper
@@ -137,12 +137,12 @@ class ShardedEngine(TransformersEngine):
     @override
     def lm_head(self) -> LMHead:
         """Return a full copy on every rank; collective."""
-        return copied_head(self.forward)
+        return copy_head(self.forward)
 
     @override
     def forward(self, data: SequenceSample, mb_spec: MicroBatchSpec, post_hook: PostHook) -> SequenceSample:
         parts = self._cut("forward", data, TOKENS)
-        return self._restored(parts, self.forward_part(parts[self.data_rank], mb_spec, post_hook))
+        return self._restore(parts, self.forward_part(parts[self.data_rank], mb_spec, post_hook))
 
     def forward_part(self, part: SequenceSample, mb_spec: MicroBatchSpec, post_hook: PostHook) -> SequenceSample:
         """Run `forward` on the prompts of this rank; without prompts, return a sample without keys."""
@@ -155,7 +155,7 @@ class ShardedEngine(TransformersEngine):
 
         def forward(data: SequenceSample, mb_spec: MicroBatchSpec, post_hook: PostHook) -> SequenceSample:
             parts = self._cut("reference", data, TOKENS)
-            return self._restored(parts, own(parts[self.data_rank], mb_spec, post_hook))
+            return self._restore(parts, own(parts[self.data_rank], mb_spec, post_hook))
 
         return forward
 
@@ -183,7 +183,7 @@ class ShardedEngine(TransformersEngine):
                 moved = here.to(self.device)
                 output = run(here, moved, layout)
                 if self._has_results:
-                    results.append(added(post_hook(output, moved), moved))
+                    results.append(only_new_keys(post_hook(output, moved), moved))
             for _ in idle:
                 self.network.idle()
         finally:
@@ -191,7 +191,7 @@ class ShardedEngine(TransformersEngine):
         # Only now: a rank without prompts or results has taken part in the passes of the others.
         if not len(part) or not self._has_results:
             return SequenceSample(())
-        return self._restored_to(part[TOKENS].device, passes, results)
+        return self._restore_to(part[TOKENS].device, passes, results)
 
     @override
     def _own_part(self, method: str, data: SequenceSample) -> SequenceSample:
@@ -203,12 +203,12 @@ class ShardedEngine(TransformersEngine):
 
     @override
     def measure(self, data: SequenceSample, mb_spec: MicroBatchSpec, loss_fn: LossFn) -> Stats:
-        return self._over_ranks(measured(self.forward_part, self._own_part("measure", data), mb_spec, loss_fn))
+        return self._over_ranks(run_loss(self.forward_part, self._own_part("measure", data), mb_spec, loss_fn))
 
     @override
     def accumulate(self, part: SequenceSample, mb_spec: MicroBatchSpec, loss_fn: LossFn, weight: Tensor) -> Stats:
         """Run on this rank's part; the gradient is the sum over all parts."""
-        self._trained()
+        self._require_stepper()
         self.network.gradients.forget()
         passes = self.network.passes(part, mb_spec, training=True)
         idle = self._idle_rounds(passes)
@@ -218,7 +218,7 @@ class ShardedEngine(TransformersEngine):
         # Other ranks gather layers and reduce gradients in the idle rounds, and wait for this rank in each of them.
         rounds: list[tuple[SequenceSample, Layout] | None] = [*passes, *(None for _ in idle)]
         todo = iter(rounds)
-        begun: deque[tuple[Layout, Tensor, Tensor | None]] = deque()
+        started: deque[tuple[Layout, Tensor, Tensor | None]] = deque()
         done = 0
 
         def compute() -> tuple[Layout, Tensor, Tensor | None]:
@@ -241,11 +241,11 @@ class ShardedEngine(TransformersEngine):
         with self._training(), listening(load):
             for forward in one_forward_one_backward(len(rounds), self.network.later_stages):
                 if forward:
-                    begun.append(compute())
+                    started.append(compute())
                     continue
                 done += 1
                 self._reduce_after(done, len(rounds))
-                layout, hidden_RH, loss = begun.popleft()
+                layout, hidden_RH, loss = started.popleft()
                 if load is not None:
                     load.weigh(layout)  # layers that are recomputed for the gradient
                 self.network.gradients.differentiate(hidden_RH, loss)
@@ -326,14 +326,14 @@ class ShardedEngine(TransformersEngine):
     def dropout_seed(self) -> int:
         """Return a different seed on each rank with different tokens or layers."""
         # Ranks that split layers must draw the same masks for a batch, and they have the same `data_rank`.
-        steps, mesh = self._trained().optimizer_steps, self.network.mesh
+        steps, mesh = self._require_stepper().optimizer_steps, self.network.mesh
         place = [self.data_rank, *(of.get_local_rank() for of in (mesh.context, mesh.pipeline) if of is not None)]
         return derive_seed(self._seed, self.name, "dropout", steps, *place)
 
     @override
     def generate(self, data: SequenceSample, config: GenerationConfig, *, seed: int) -> SequenceSample:
         parts = self._cut("generate", data, PROMPTS)
-        return self._restored(parts, self.generate_part(parts[self.data_rank], config, seed=seed))
+        return self._restore(parts, self.generate_part(parts[self.data_rank], config, seed=seed))
 
     def generate_part(self, part: SequenceSample, config: GenerationConfig, *, seed: int) -> SequenceSample:
         """Run `generate` for the prompts of this rank, with a full copy of the weights.
@@ -381,13 +381,13 @@ class ShardedEngine(TransformersEngine):
         check_same_batch(self.name, self._ranks, method, data)
         return shard(data, self.data_ranks, key)
 
-    def _restored(self, parts: Shards, own: SequenceSample) -> SequenceSample:
+    def _restore(self, parts: Shards, own: SequenceSample) -> SequenceSample:
         return parts.restore(self.network.mesh.gather(own))
 
     @override
     def state_dict(self) -> dict[str, Any]:
         """Return the state with this rank's shards (`DTensor`), never with full tensors."""
-        return self._sharded_state.wrapped(super().state_dict())
+        return self._sharded_state.wrap(super().state_dict())
 
     @override
     def load_state_dict(self, state: Mapping[str, Any], *, weights_only: bool = False) -> None:
@@ -396,8 +396,8 @@ class ShardedEngine(TransformersEngine):
         Tensors may be full tensors, or `Saved` references to files, from which each rank reads only its shard.
         """
         if state["fused"] and self.fusion is not None:
-            self.fusion.compare()  # with the run's initial weights, which `own` replaces
-        super().load_state_dict(self._sharded_state.own(state), weights_only=weights_only)
+            self.fusion.compare()  # with the run's initial weights, which `own_shards` replaces
+        super().load_state_dict(self._sharded_state.own_shards(state), weights_only=weights_only)
         self.network.weights.gathered.outdate()
         if not self.sharding.keeps_rollout:
             self._free_copy()
@@ -432,7 +432,7 @@ class ShardedStepper(Stepper):
     def __init__(self, name: str, spec: OptimizerSpec, network: ShardedNetwork, host: Host) -> None:
         check_elementwise(name, spec)
         network.check_trained()
-        super().__init__(name, spec, network.owned(), host=host)
+        super().__init__(name, spec, network.own_parameters(), host=host)
         self._network = network
 
     def gradient_norm(self) -> Tensor:

@@ -63,7 +63,7 @@ class ShardedGradients:
             roots.append((loss, torch.ones_like(loss)))
         received = None
         if self._stage is not None:
-            received, own_RH = self._stage.begun()
+            received, own_RH = self._stage.oldest_pass()
             if not self._stage.last:
                 roots = [(own_RH, self._stage.receive_gradient(own_RH).to(own_RH.dtype))]
         hooks = [self._listen(name) for name in self._heads if name in self._weights.sharded]
@@ -94,21 +94,21 @@ class ShardedGradients:
         self._reached.clear()
         if self._stage is not None:
             self._stage.forget()
-        for p, own in zip(self._weights.sharded.values(), self._weights.owned, strict=True):
+        for p, own in zip(self._weights.sharded.values(), self._weights.own_parameters, strict=True):
             p.grad = own.grad = None
 
     def take(self) -> None:
-        """Move the accumulated gradients to `owned`. A head that no rank's loss reached gets no gradient."""
+        """Move the accumulated gradients to `own_parameters`. A head that no rank's loss reached gets no gradient."""
         reached = [float(name in self._reached) for name in self._heads]
         counts = dict(zip(self._heads, self._weights.host.sums(reached), strict=True)) if self._heads else {}
-        for (name, p), own in zip(self._weights.sharded.items(), self._weights.owned, strict=True):
+        for (name, p), own in zip(self._weights.sharded.items(), self._weights.own_parameters, strict=True):
             if p.grad is not None and counts.get(name, 1):
                 gradient = p.grad.to_local()
                 if name in self._summed:
                     gradient = self._mesh.sum(gradient, self._summed[name]).to(own.device)
                 if len(self._weights.placed[name].stages) > 1:
                     assert self._stage is not None
-                    gradient = self._stage.added_to_other_end(gradient.to(self._weights.device)).to(own.device)
+                    gradient = self._stage.sum_of_both_ends(gradient.to(self._weights.device)).to(own.device)
                 own.grad = gradient
             p.grad = None
         if self._stage is not None:
@@ -119,7 +119,7 @@ class ShardedGradients:
         tensor = self._mesh.tensor.size()
         ranks = self._mesh.shard.size() * tensor
         squares = [torch.zeros((), device=self._weights.device)]
-        for (name, p), own in zip(self._weights.sharded.items(), self._weights.owned, strict=True):
+        for (name, p), own in zip(self._weights.sharded.items(), self._weights.own_parameters, strict=True):
             if own.grad is not None:
                 # Ranks that compute layers together have some weights in full, and the sum counts these several times.
                 placed = zip(p.device_mesh.shape, p.placements, strict=True)

@@ -21,13 +21,13 @@ from realign.api.lengths import Lengths
 from realign.api.microbatch import MicroBatchSpec
 from realign.api.sample import TOKENS, SequenceSample
 from realign.engines.distributed.consistency import check_same_slices
-from realign.engines.distributed.context_parallel import Ulysses, summed
+from realign.engines.distributed.context_parallel import Ulysses, sum_over_ranks
 from realign.engines.distributed.divisions import Divisions, check_trained_stages, no_replay
 from realign.engines.distributed.expert_parallel import divide_experts, experts_of
 from realign.engines.distributed.mesh import Mesh
 from realign.engines.distributed.pipeline_parallel import Cut, Stage, in_stages
 from realign.engines.distributed.sharded_gradients import ShardedGradients
-from realign.engines.distributed.sharded_weights import GatheredCopy, Placed, ShardedWeights, placed_on
+from realign.engines.distributed.sharded_weights import GatheredCopy, Placed, ShardedWeights, place_on
 from realign.engines.distributed.sharding import Sharding
 from realign.engines.distributed.tensor_parallel import split_layers, split_styles, split_vocabulary
 from realign.engines.training.weights import VALUE_HEAD
@@ -140,7 +140,7 @@ class ShardedNetwork(Network):
             ConfigError: the layers of this family cannot be computed apart.
         """
         if self.mesh.pipeline is None:
-            return None, {name: placed_on(p, [0]) for name, p in self.named_parameters()}
+            return None, {name: place_on(p, [0]) for name, p in self.named_parameters()}
         if self.host.most(int(not probe_stages(probed, in_stages) <= TOLERANCE)):  # also for NaN
             key, family = f"sharding.pipeline={sharding.pipeline}", f"model family {probed.config.model_type!r}"
             raise ConfigError(
@@ -148,7 +148,7 @@ class ShardedNetwork(Network):
             )
         stage = Stage(self.mesh.pipeline, self.mesh.slices, self._width, self.device)
         cut = Cut(self, self.module, divisions.stages(stage.stages))
-        placed = {name: placed_on(p, cut.owners(p)) for name, p in self.named_parameters()}
+        placed = {name: place_on(p, cut.owners(p)) for name, p in self.named_parameters()}
         cut.drop(stage.index)
         cut.pass_through(stage.index, stage)
         return stage, placed
@@ -260,9 +260,9 @@ class ShardedNetwork(Network):
     def rollout_value_head(self) -> ValueNetwork | None:
         return self.weights.gathered.value_head
 
-    def owned(self) -> list[nn.Parameter]:
+    def own_parameters(self) -> list[nn.Parameter]:
         """Return this rank's slices as plain tensors, see `ShardedWeights`."""
-        return self.weights.owned
+        return self.weights.own_parameters
 
     @property
     def stages(self) -> int:
@@ -289,9 +289,9 @@ class ShardedNetwork(Network):
         return self._words
 
     @override
-    def limited(self, head: LMHead) -> LMHead:
+    def limit_head(self, head: LMHead) -> LMHead:
         # A stage before the last one has no weight of the head, and computes no results.
-        return super().limited(head) if self.stage is None or self.stage.last else head
+        return super().limit_head(head) if self.stage is None or self.stage.last else head
 
     @override
     def read_head(self, *, dropout: bool) -> LMHead | ScalarHead:
@@ -313,19 +313,19 @@ class ShardedNetwork(Network):
         self, data: SequenceSample, mb_spec: MicroBatchSpec, *, parallel: bool = False, training: bool = False
     ) -> Passes:
         passes = super().passes(data, mb_spec, parallel=parallel, training=training)
-        return replace(passes, layouts=tuple(map(self._divided, passes.layouts)))
+        return replace(passes, layouts=tuple(map(self._divide_rows, passes.layouts)))
 
-    def _divided(self, layout: Layout) -> Layout:
+    def _divide_rows(self, layout: Layout) -> Layout:
         """Return the layout with the rows of this rank, if ranks divide the rows of a pass."""
         context = self.mesh.context
-        return layout if context is None else layout.divided(context.size(), context.get_local_rank())
+        return layout if context is None else layout.divide(context.size(), context.get_local_rank())
 
     def _hidden(self, moved: SequenceSample, layout: Layout) -> Tensor:
         if layout.pieces.any():
             return self._hidden_of_stage(moved, layout)
         # All ranks must call the layers together. One without tokens computes a single token, and drops it.
         token = moved.with_data({TOKENS: moved[TOKENS].new_zeros(1)}, lengths=Lengths.of([[1]]))
-        return self._hidden_of_stage(token, self._divided(Layout.plain(token.lengths[TOKENS])))[:0]
+        return self._hidden_of_stage(token, self._divide_rows(Layout.plain(token.lengths[TOKENS])))[:0]
 
     def _hidden_of_stage(self, moved: SequenceSample, layout: Layout) -> Tensor:
         """Return the hidden states after the layers of this stage, which it has sent to the next one."""
@@ -348,7 +348,7 @@ class ShardedNetwork(Network):
         context, predicted_T = self.mesh.context, layout.predicted_T
         if context is None or layout.own is None or predicted_T is None:
             return None
-        return RowsOfRank(layout.own, layout.rows, predicted_T, partial(summed, group=context.get_group()))
+        return RowsOfRank(layout.own, layout.rows, predicted_T, partial(sum_over_ranks, group=context.get_group()))
 
     def idle(self, *, training: bool = False) -> Tensor:
         """Run a pass without tokens while other ranks still have micro-batches; return its hidden states [0, H]."""

@@ -35,7 +35,7 @@ class ShardedState:
         self._stepper = stepper
         self._average = average
 
-    def wrapped(self, state: Mapping[str, Any]) -> dict[str, Any]:
+    def wrap(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return a state of this rank with optimizer moments and averages as shards, numbered as in one process."""
         out, network = dict(state), self._network
         if self._stepper is not None:
@@ -53,12 +53,14 @@ class ShardedState:
             names_of_own = [name for name in network.weights.sharded if network.weights.placed[name].trained]
             average = dict(zip(names_of_own, state["ema"]["average"], strict=True))
             shards = {name: from_slice(x, network.weights.sharded[name]) for name, x in average.items()}
-            out["ema"] = {"average": [network.weights.part(name, shards.get(name)) for name in self._trained()]}
+            out["ema"] = {
+                "average": [network.weights.part(name, shards.get(name)) for name in self._names_that_train()]
+            }
         return out
 
     def _of_all_stages(self, moments: dict[int, Any], group: Mapping[str, Any]) -> dict[str, Any]:
         """Add what other stages have to the optimizer state of this one, without values; `group` has its settings."""
-        network, trained = self._network, self._trained_in_order()
+        network, trained = self._network, self._names_in_optimizer_order()
         of_other = {
             number: {key: x.dtype if is_part(x) else x for key, x in values.items()}
             for number, values in moments.items()
@@ -80,7 +82,7 @@ class ShardedState:
         ]
         return {"state": dict(sorted(moments.items())), "param_groups": [group for group in groups if group["params"]]}
 
-    def own(self, state: Mapping[str, Any]) -> dict[str, Any]:
+    def own_shards(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return this rank's shards of a state of full tensors, or of `Saved` references to files.
 
         Weights become `DTensor`s. Optimizer moments and averages become plain tensors.
@@ -98,7 +100,7 @@ class ShardedState:
         if self._stepper is not None and state["optimizer"] is not None:
             torch_state, places = state["optimizer"]["optimizer"], dict(enumerate(self._names(self._stepper)))
             numbers = {number: i for i, number in enumerate(self._numbers(self._stepper))}
-            if unknown := torch_state["state"].keys() - set(range(len(self._trained()))):
+            if unknown := torch_state["state"].keys() - set(range(len(self._names_that_train()))):
                 raise ValueError(f"the saved optimizer has moments of parameter {min(unknown)}, which the model lacks")
             moments = {
                 numbers[number]: {
@@ -112,29 +114,29 @@ class ShardedState:
                 groups = self._stepper.optimizer.state_dict()["param_groups"]
             own["optimizer"] = {**state["optimizer"], "optimizer": {"state": moments, "param_groups": groups}}
         if self._average is not None and state["ema"] is not None:
-            average = zip(state["ema"]["average"], self._trained(), strict=True)
+            average = zip(state["ema"]["average"], self._names_that_train(), strict=True)
             slices = network.weights.sharded
             own["ema"] = {"average": [reader.plain(x, slices[name]) for x, name in average if name in slices]}
         reader.read()
         return own
 
-    def _trained(self) -> list[str]:
+    def _names_that_train(self) -> list[str]:
         """Return the names of all weights that train, on whichever stage."""
         return [name for name, placed in self._network.weights.placed.items() if placed.trained]
 
-    def _trained_in_order(self) -> list[str]:
+    def _names_in_optimizer_order(self) -> list[str]:
         """Return them in the order in which the optimizer of one process numbers them: matrices, then vectors."""
-        return sorted(self._trained(), key=lambda name: self._network.weights.placed[name].like.ndim < 2)
+        return sorted(self._names_that_train(), key=lambda name: self._network.weights.placed[name].like.ndim < 2)
 
     def _names(self, stepper: Stepper) -> list[str]:
         """Return the names of the parameters of this rank's optimizer, in its order."""
-        pairs = zip(self._network.weights.sharded, self._network.owned(), strict=True)
+        pairs = zip(self._network.weights.sharded, self._network.own_parameters(), strict=True)
         names = {id(p): name for name, p in pairs}
         return [names[id(p)] for group in stepper.optimizer.param_groups for p in group["params"]]
 
     def _numbers(self, stepper: Stepper) -> list[int]:
         """Return the numbers, in the optimizer of one process, of the parameters of this rank's optimizer."""
-        numbers = {name: number for number, name in enumerate(self._trained_in_order())}
+        numbers = {name: number for number, name in enumerate(self._names_in_optimizer_order())}
         return [numbers[name] for name in self._names(stepper)]
 
     def _as_shard(self, x: Any, name: str) -> Any:
@@ -201,14 +203,14 @@ class ShardedSaver(ModelSaver):
             new, target = self._ranks.lead(begin)
             files = None
             if content is not Content.adapters and all(self._ranks.gather(new.parent.is_dir())):
-                files = self._ranks.lead(lambda: self._begun(new, target, with_value_head))
+                files = self._ranks.lead(lambda: self._create_files(new, target, with_value_head))
             if files is None:
                 self._write_gathered(new, target, content, with_value_head)
             else:
                 self._write_slices(new, target, files, updated=content is Content.full)
             self._ranks.lead(lambda: None if folder is None else folder.publish())
 
-    def _begun(self, new: Path, target: Path, with_value_head: bool) -> SavedFiles | None:
+    def _create_files(self, new: Path, target: Path, with_value_head: bool) -> SavedFiles | None:
         """Write all files but the weights, and create those; None if ranks cannot write slices into them."""
         network, module = self._network, self._network.weights.gathered.module
         weights = network.weights.base_weights()
@@ -238,7 +240,9 @@ class ShardedSaver(ModelSaver):
         weights = network.trains.base_weights(network.module)
         updates = {}
         if updated and network.trains.only_adds:
-            added = [name for name in self._added(network.weights.base_weights()) if name.startswith("module.")]
+            added = [
+                name for name in self._names_missing_in(network.weights.base_weights()) if name.startswith("module.")
+            ]
             updates = network.trains.updates(network.weights.gather(network.device, added).module)
         if network.value_head is not None:
             head = network.value_head.state_dict(keep_vars=True)
@@ -266,7 +270,7 @@ class ShardedSaver(ModelSaver):
         weights = network.weights.base_weights()
         heads = tuple(f"{name}." for name in SCALAR_HEADS)
         base = {name: x for name, x in weights.items() if not name.startswith(heads)}
-        names = self._added(base) if content is Content.adapters else None
+        names = self._names_missing_in(base) if content is Content.adapters else None
         gathered = network.weights.gather(torch.device("cpu") if self._ranks.leader else None, names)
 
         def write() -> None:
@@ -280,7 +284,7 @@ class ShardedSaver(ModelSaver):
             # The copy is now on the host, but a rollout needs one on the device.
             gathered.empty()
 
-    def _added(self, base: Mapping[str, Tensor]) -> list[str]:
+    def _names_missing_in(self, base: Mapping[str, Tensor]) -> list[str]:
         """Return the names, in the network, of the weights that `base` (`ShardedNetwork.base_weights`) lacks."""
         known = set(map(id, base.values()))
         return [name for name, placed in self._network.weights.placed.items() if id(placed.like) not in known]

@@ -34,7 +34,7 @@ class Placed:
     """The stages that have it: one, or for tied embeddings the first and the last."""
 
 
-def placed_on(p: Tensor, stages: Sequence[int]) -> Placed:
+def place_on(p: Tensor, stages: Sequence[int]) -> Placed:
     """Return where a weight is that these stages have."""
     return Placed(torch.empty(p.shape, dtype=p.dtype, device="meta"), p.requires_grad, stages)
 
@@ -47,7 +47,7 @@ class ShardedWeights:
         placed: all weights of the model by name, on whichever ranks they are.
         names: name in `placed` of each weight, which may have another name if it is tied.
         gathered: the copy of the model for rollouts.
-        owned: the slices as plain tensors in the memory of the shards, for optimizers that work element by element: an
+        own_parameters: the slices as plain tensors in the same memory, for optimizers that work element by element: an
             optimizer step on them is one on the network. A `DTensor` optimizer couldn't combine the weights of two
             meshes (ADR 15).
     """
@@ -66,7 +66,7 @@ class ShardedWeights:
         self.host: Host = network.host
         self.device: torch.device = network.device
         self.sharded: dict[str, Any] = dict(network.named_parameters())
-        self.owned = [nn.Parameter(p.detach().to_local(), p.requires_grad) for p in self.sharded.values()]
+        self.own_parameters = [nn.Parameter(p.detach().to_local(), p.requires_grad) for p in self.sharded.values()]
 
     @property
     def first_rank(self) -> int:
@@ -79,7 +79,7 @@ class ShardedWeights:
         self.placed = {name: replace(placed, trained=trained) for name, placed in self.placed.items()}
 
     def like(self, own: Tensor, place: int) -> DTensor:
-        """Wrap a tensor shaped like this rank's slice of `owned[place]` as a shard of the full tensor."""
+        """Wrap a tensor shaped like this rank's slice of `own_parameters[place]` as a shard of the full tensor."""
         return from_slice(own, list(self.sharded.values())[place])
 
     def part(self, name: str, own: DTensor | None, dtype: torch.dtype | None = None) -> Tensor:
@@ -164,17 +164,17 @@ class ShardedWeights:
         return self.gathered.module
 
     def on_all_ranks(self, own: bool) -> bool:
-        """See `Lender`."""
+        """See `WeightGatherer`."""
         return not self.host.most(int(not own))
 
-    def gather_outer(self) -> None:
-        """See `Lender`."""
+    def gather_embeddings_and_heads(self) -> None:
+        """See `WeightGatherer`."""
         layers = set(self.gathered.names(read_stack(self.gathered.module).layers))
         self.gather(self.device, self.placed.keys() - layers)
 
     @contextmanager
-    def lend(self, layer: nn.Module) -> Iterator[None]:
-        """See `Lender`."""
+    def gather_layer(self, layer: nn.Module) -> Iterator[None]:
+        """See `WeightGatherer`."""
         names = self.gathered.names(layer)
         self.gather(self.device, names)
         try:

@@ -225,8 +225,8 @@ def split_vocabulary(
         start,
         rows,
         total,
-        gather=lambda x: _gathered(x, group).view(ranks, *x.shape),
-        sum=lambda x: _summed(x, group),
+        gather=lambda x: _gather(x, group).view(ranks, *x.shape),
+        sum=lambda x: _all_reduce(x, group),
         complete=lambda x: _AllRows.apply(x, mesh),
     )
     if embeds:
@@ -262,14 +262,14 @@ def _look_up_own_rows(embedding: Any, shard: WordShard) -> None:
     embedding.forward = forward
 
 
-def _gathered(x: Tensor, group: Any) -> Tensor:
+def _gather(x: Tensor, group: Any) -> Tensor:
     """Return the tensors of all ranks, concatenated along the first dimension."""
     out = x.new_empty(dist.get_world_size(group) * len(x), *x.shape[1:])
     dist.all_gather_single(out, x.contiguous(), group=group)
     return out
 
 
-def _summed(x: Tensor, group: Any) -> Tensor:
+def _all_reduce(x: Tensor, group: Any) -> Tensor:
     x = x.contiguous()
     dist.all_reduce(x, group=group)
     return x
@@ -293,7 +293,7 @@ class _AllRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, mesh: DeviceMesh) -> Tensor:
         ctx.rows = slice(mesh.get_local_rank() * len(x), (mesh.get_local_rank() + 1) * len(x))
-        return _gathered(x, mesh.get_group())
+        return _gather(x, mesh.get_group())
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:

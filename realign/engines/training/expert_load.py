@@ -129,7 +129,7 @@ class StepLoad:
 
     def listening(self) -> AbstractContextManager[None]:
         """Return a context for the passes of the step and their gradients."""
-        return self._routers.heard_by(self._hear)
+        return self._routers.listen(self._hear)
 
     def weigh(self, layout: Layout) -> None:
         """Expect the rows of this pass next, which layers recompute for its gradient."""

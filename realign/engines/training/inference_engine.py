@@ -88,7 +88,7 @@ class InferenceEngine(DecodableEngine):
         if not isinstance(head := self.head, LMHead):
             raise ValueError(f"models.{self.name} has a scalar head and no distribution over the vocabulary")
         bias_V = None if head.bias_V is None else head.bias_V.detach()
-        return self.network.limited(replace(head, weight_VH=head.weight_VH.detach(), bias_V=bias_V))
+        return self.network.limit_head(replace(head, weight_VH=head.weight_VH.detach(), bias_V=bias_V))
 
     def use_heads(self, heads: Mapping[str, LMHead]) -> None:
         """See `PipelinableEngine.use_heads`.
@@ -141,11 +141,11 @@ class InferenceEngine(DecodableEngine):
         def compute(micro_batch: tuple[SequenceSample, Layout]) -> SequenceSample:
             part, layout = micro_batch
             moved = part.to(self.device)
-            return added(post_hook(run(part, moved, layout), moved), moved)
+            return only_new_keys(post_hook(run(part, moved, layout), moved), moved)
 
-        return self._restored_to(data[TOKENS].device, passes, list(side_by_side(compute, passes, passes.lanes)))
+        return self._restore_to(data[TOKENS].device, passes, list(side_by_side(compute, passes, passes.lanes)))
 
-    def _restored_to(self, device: torch.device, passes: Passes, results: Sequence[SequenceSample]) -> SequenceSample:
+    def _restore_to(self, device: torch.device, passes: Passes, results: Sequence[SequenceSample]) -> SequenceSample:
         """Merge the results of all passes into one sample on `device`, and wait for the copies."""
         merged = passes.batches.restore(results).to(device)
         if self.device.type == "cuda":
@@ -205,7 +205,7 @@ def _magnitude(count: int) -> str:
     return str(count)
 
 
-def added(result: SequenceSample, micro_batch: SequenceSample) -> SequenceSample:
+def only_new_keys(result: SequenceSample, micro_batch: SequenceSample) -> SequenceSample:
     """Return the keys of `result` that the micro-batch does not contain."""
     # By identity, since a hook may also replace a key that the micro-batch has.
     new = [k for k, x in result.data.items() if x is not micro_batch.data.get(k)]

@@ -108,12 +108,12 @@ class OptimizerSpec(Settings, AcceptsForeign):
         """Name of the optimizer, for messages."""
         return "AdamW"
 
-    def build(self, parameters: Iterable[nn.Parameter], outer: Collection[int] = ()) -> Any:
+    def build(self, parameters: Iterable[nn.Parameter], embedding_and_head_ids: Collection[int] = ()) -> Any:
         """Build the optimizer over the parameters that require a gradient.
 
         Args:
             parameters: weights of the model.
-            outer: ids of the weights outside of the layers: embeddings and heads.
+            embedding_and_head_ids: ids of the weights outside of the layers: embeddings and heads.
         """
         return build_adamw(self, parameters)
 

@@ -31,18 +31,18 @@ class Stepper:
         name: str,
         spec: OptimizerSpec,
         parameters: Iterable[nn.Parameter],
-        outer: Collection[int] = (),
+        embedding_and_head_ids: Collection[int] = (),
         host: Host | None = None,
     ) -> None:
         """Build the optimizer for role `name` over the entries of `parameters` that require a gradient.
 
-        `outer` contains the ids of embeddings and heads, which some optimizers treat differently.
+        `embedding_and_head_ids` contains the ids of embeddings and heads, which some optimizers treat differently.
         """
         self.name = name
         self.spec = spec
         self._host = host or Host()
         self.parameters = [p for p in parameters if p.requires_grad]
-        self.optimizer: Any = spec.build(self.parameters, outer)
+        self.optimizer: Any = spec.build(self.parameters, embedding_and_head_ids)
         self.optimizer_steps = 0
         """Number of optimizer steps taken."""
         self.updates_begun = 0
@@ -120,7 +120,7 @@ class Stepper:
         """Return `lr`, `optimizer_steps` (taken), `skipped_steps`, and the number skipped for each reason."""
         counts = {"optimizer_steps": skipped is None, "skipped_steps": skipped is not None}
         counts |= {reason: reason == skipped for reason in REASONS}
-        return {"lr": single(self.lr), **{name: counted(n) for name, n in counts.items()}}
+        return {"lr": single(self.lr), **{name: as_count(n) for name, n in counts.items()}}
 
     def gradient_norm(self) -> Tensor:
         """Return the norm of the accumulated gradient."""
@@ -196,10 +196,10 @@ def _with_own_counts(state: Mapping[str, Any]) -> dict[str, Any]:
     The workers of a Ray group receive a state in memory that they share, where each of them would increment the count.
     """
 
-    def copied(value: Any) -> Any:
+    def copy_scalar(value: Any) -> Any:
         return value.clone() if isinstance(value, Tensor) and value.ndim == 0 else value
 
-    moments = {i: {name: copied(x) for name, x in moment.items()} for i, moment in state["state"].items()}
+    moments = {i: {name: copy_scalar(x) for name, x in moment.items()} for i, moment in state["state"].items()}
     return {**state, "state": moments}
 
 
@@ -220,6 +220,6 @@ def single(x: float) -> Mean:
     return Mean(torch.tensor(float(x)), torch.ones(()))
 
 
-def counted(n: float) -> Sum:
+def as_count(n: float) -> Sum:
     """Return a count of one optimizer step as a metric that is summed over several steps; it stays on the host."""
     return Sum(torch.tensor(float(n)))

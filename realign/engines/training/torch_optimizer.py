@@ -58,7 +58,7 @@ class TorchOptimizer(OptimizerSpec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        cls = self._imported()
+        cls = self._import()
         name = cls.__name__
         if (why := _refusal(cls)) is not None:
             raise SettingsError(f"{self.of}: {why}. Choose another optimizer.")
@@ -95,12 +95,12 @@ class TorchOptimizer(OptimizerSpec):
         return self.of
 
     @override
-    def build(self, parameters: Iterable[nn.Parameter], outer: Collection[int] = ()) -> Any:
+    def build(self, parameters: Iterable[nn.Parameter], embedding_and_head_ids: Collection[int] = ()) -> Any:
         trained = [p for p in parameters if p.requires_grad]
         if not self.splits:
             return self._make(parameter_groups(trained, self.weight_decay))
-        inner = [p for p in trained if p.ndim == 2 and id(p) not in outer]
-        rest = [p for p in trained if p.ndim != 2 or id(p) in outer]
+        inner = [p for p in trained if p.ndim == 2 and id(p) not in embedding_and_head_ids]
+        rest = [p for p in trained if p.ndim != 2 or id(p) in embedding_and_head_ids]
         first = [self._make([{"params": inner, "weight_decay": self.weight_decay}])] if inner else []
         return MixedOptimizer(first, [build_adamw(self, rest)] if rest else [])
 
@@ -132,7 +132,7 @@ class TorchOptimizer(OptimizerSpec):
             if not factored or any(n not in (1, m) for n, m in zip(x.shape, shape, strict=True)):
                 raise ValueError(f"parameter {index} has shape {shape}, but its {name} has {list(x.shape)}")
 
-    def _imported(self) -> type[torch.optim.Optimizer]:
+    def _import(self) -> type[torch.optim.Optimizer]:
         module, _, name = self.of.rpartition(".")
         root = module.partition(".")[0]
         if not module or root in sys.stdlib_module_names:
@@ -164,7 +164,7 @@ class TorchOptimizer(OptimizerSpec):
             raise SettingsError(f"arguments={self.arguments}: {self.of} refuses them: {error}") from error
 
     def _make(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        cls: Any = self._imported()
+        cls: Any = self._import()
         if "weight_decay" not in _argument_names(cls):
             groups = [{"params": group["params"]} for group in groups]
         arguments = {name: tuple(x) if isinstance(x, list) else x for name, x in self.arguments.items()}

@@ -28,7 +28,7 @@ from realign.engines.training.inference_engine import InferenceEngine
 from realign.engines.training.load_balancing import LoadBalancing
 from realign.engines.training.nonfinite import Accumulated, origin_in
 from realign.engines.training.optimizer import OptimizerSpec
-from realign.engines.training.stepper import Stepper, counted, single, step_weight
+from realign.engines.training.stepper import Stepper, as_count, single, step_weight
 from realign.engines.training.weights import WeightAverage
 from realign.errors import ConfigError
 from realign.models.host import Host
@@ -82,7 +82,7 @@ class TransformersEngine(InferenceEngine):
             ConfigError: the model family is not supported.
         """
         self.host = host or Host()
-        settings = (settings or NetworkSettings()).allowed(load_balancing=load_balancing is not None)
+        settings = (settings or NetworkSettings()).restrict(load_balancing=load_balancing is not None)
         self._balancer = LoadBalancer(name, module, load_balancing)  # before a sharded network divides the routers
         network = self._network(name, module, settings, value_head, probed)
         super().__init__(name, network, tokenizer, sampling or InProcessSampling(), seed=seed)
@@ -92,7 +92,7 @@ class TransformersEngine(InferenceEngine):
         self._modes = TrainingModes(network, dropout=settings.dropout, gradient_checkpointing=gradient_checkpointing)
         self._stepper = self._make_stepper(optimizer) if optimizer else None
         decay = optimizer.ema_decay if optimizer else None
-        self._average = None if decay is None else WeightAverage(network.owned(), decay)
+        self._average = None if decay is None else WeightAverage(network.own_parameters(), decay)
         self._targets = self._target_update()
         self._state = EngineState(name, network, self.fusion, self._stepper, self._average)
         self._saver = self._make_saver()
@@ -107,14 +107,14 @@ class TransformersEngine(InferenceEngine):
         return Network(name, module, settings, abilities, value_head, self.host)
 
     def _make_stepper(self, spec: OptimizerSpec) -> Stepper:
-        return Stepper(self.name, spec, self.network.owned(), self.network.outer_ids(), self.host)
+        return Stepper(self.name, spec, self.network.own_parameters(), self.network.embedding_and_head_ids(), self.host)
 
     def _target_update(self) -> TargetUpdate | None:
         """Return the update of target Q heads after optimizer steps; None without Q heads."""
         if self.value_head is None or self.value_head.spec.q_heads is None:
             return None
         names = [name for name, _ in self.network.named_parameters()]
-        return TargetUpdate(names, self.network.owned(), self.value_head.spec.q_heads.target_rate)
+        return TargetUpdate(names, self.network.own_parameters(), self.value_head.spec.q_heads.target_rate)
 
     def _make_saver(self) -> ModelSaver:
         return ModelSaver(self.name, self.network, self.tokenizer, self._average)
@@ -163,7 +163,7 @@ class TransformersEngine(InferenceEngine):
     def finite(self) -> bool:
         """Return whether the loss and the gradient from `accumulate` are finite."""
         loss = self._total_loss(self._gradient().losses)
-        return bool((loss + self._trained().gradient_norm().to(loss.device)).isfinite())
+        return bool((loss + self._require_stepper().gradient_norm().to(loss.device)).isfinite())
 
     def _gradient(self) -> Accumulated:
         if self._accumulated is None:
@@ -194,7 +194,7 @@ class TransformersEngine(InferenceEngine):
         Raises:
             ValueError: the model is frozen, or the loss is not an fp32 scalar.
         """
-        stepper = self._trained()
+        stepper = self._require_stepper()
         stepper.zero_grad()
         passes = self.network.passes(part, mb_spec, parallel=True, training=True)
         load = self._start_load(passes, range(0))
@@ -253,8 +253,8 @@ class TransformersEngine(InferenceEngine):
 
     def _counts(self, part: SequenceSample, passes: Passes) -> Stats:
         return {
-            "tokens": counted(part.lengths[TOKENS].total),
-            "shared_tokens": counted(passes.saved),
+            "tokens": as_count(part.lengths[TOKENS].total),
+            "shared_tokens": as_count(passes.saved),
             "n_microbatches": single(len(passes.batches)),
         }
 
@@ -272,7 +272,7 @@ class TransformersEngine(InferenceEngine):
             ValueError: nothing was accumulated since the last step.
             RunError: see `train_batch`.
         """
-        stepper, done = self._trained(), self._gradient()
+        stepper, done = self._require_stepper(), self._gradient()
         self._accumulated = None
         steps = stepper.optimizer_steps
         culprits = partial(self._nonfinite_origin, done, weight)
@@ -289,7 +289,7 @@ class TransformersEngine(InferenceEngine):
 
     def skip(self, reason: str) -> Stats:
         """Count a skipped step for one of `stepper.REASONS`; `zero_weight_steps` is a batch of weight 0."""
-        return self._trained().report(skipped=reason)
+        return self._require_stepper().report(skipped=reason)
 
     def _total_loss(self, losses: Sequence[Tensor]) -> Tensor:
         """Return the sum over the batch of the losses that `loss_fn` returned."""
@@ -299,7 +299,7 @@ class TransformersEngine(InferenceEngine):
     def _nonfinite_origin(self, done: Accumulated, weight: Tensor) -> str:
         """Describe the source of a non-finite loss or gradient, and leave no gradient behind."""
         with self._training():
-            return origin_in(done, self.network, self._trained(), weight)
+            return origin_in(done, self.network, self._require_stepper(), weight)
 
     @override
     def updates_begun(self) -> int | None:
@@ -355,19 +355,19 @@ class TransformersEngine(InferenceEngine):
         """Iterate over tensors kept on the device between calls: weights, buffers, moments and averages."""
         return self._state.resident()
 
-    def _trained(self) -> Stepper:
+    def _require_stepper(self) -> Stepper:
         if self._stepper is None:
             raise ValueError(f"models.{self.name}: a model without an optimizer cannot train. Set optimizer.lr.")
         return self._stepper
 
     def dropout_seed(self) -> int:
         """Return the seed of the dropout masks in the next `accumulate`."""
-        return derive_seed(self._seed, self.name, "dropout", self._trained().optimizer_steps)
+        return derive_seed(self._seed, self.name, "dropout", self._require_stepper().optimizer_steps)
 
     @contextmanager
     def _training(self) -> Iterator[None]:
         """Enter the context of training passes, see `TrainingModes`."""
-        with self._modes.entered(self.dropout_seed), self.network.replaying():
+        with self._modes.enter(self.dropout_seed), self.network.replaying():
             yield
 
 
@@ -379,7 +379,7 @@ class TrainingModes:
     """
 
     def __init__(self, network: Network, *, dropout: float, gradient_checkpointing: bool) -> None:
-        """Enable gradient checkpointing if requested; dropout stays off until `entered`.
+        """Enable gradient checkpointing if requested; dropout stays off until `enter`.
 
         Raises:
             ConfigError: the model has no dropout.
@@ -395,7 +395,7 @@ class TrainingModes:
             _set_dropout(self._checkpointed, 0.0)  # these are in train mode
 
     @contextmanager
-    def entered(self, dropout_seed: Callable[[], int]) -> Iterator[None]:
+    def enter(self, dropout_seed: Callable[[], int]) -> Iterator[None]:
         """Set modes and random state for a training pass, and restore them on exit.
 
         Args:

@@ -8,7 +8,7 @@ from types import ModuleType
 from realign.errors import ConfigError
 
 
-def imported(module: str, *, extra: str, user: str) -> ModuleType:
+def import_optional(module: str, *, extra: str, user: str) -> ModuleType:
     """Import a module of an optional package.
 
     Args:

@@ -11,10 +11,10 @@ from functools import partial
 from typing import Any
 
 from realign.api.environment import Response
-from realign.environments.adapters import imported
+from realign.environments.adapters import import_optional
 from realign.environments.calls import result_of
 from realign.environments.loading import load_environment, takes_seed
-from realign.environments.turns import parted
+from realign.environments.turns import split_observation
 
 
 async def play(
@@ -38,7 +38,7 @@ async def play(
         arguments: keyword arguments of the class.
         max_turns: number of turns after which the episode is truncated.
     """
-    openai = imported("openai", extra="judge", user=__name__)
+    openai = import_optional("openai", extra="judge", user=__name__)
     world: Any = load_environment(environment, arguments or {})()
     http = openai.DefaultAsyncHttpxClient(verify=False)  # loads no certificates, since the endpoint is on this machine
     try:
@@ -48,13 +48,13 @@ async def play(
         async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http, max_retries=0) as client:
             for turn in range(max_turns):
                 answer = await client.chat.completions.create(model="policy", messages=conversation)
-                said, cut = answer.choices[0].message.content or "", answer.choices[0].finish_reason == "length"
-                outcome = await result_of(partial(world.step, Response(said, (), turn, cut)))
+                reply, cut = answer.choices[0].message.content or "", answer.choices[0].finish_reason == "length"
+                outcome = await result_of(partial(world.step, Response(reply, (), turn, cut)))
                 observation, reward, terminated, truncated, _ = outcome
                 total += float(reward)
                 if terminated or truncated:
                     return {"reward": total, "truncated": bool(truncated and not terminated)}
-                conversation += [{"role": "assistant", "content": said}, *_messages(observation)]
+                conversation += [{"role": "assistant", "content": reply}, *_messages(observation)]
         return {"reward": total, "truncated": True}
     finally:
         if callable(close := getattr(world, "close", None)):
@@ -63,7 +63,7 @@ async def play(
 
 def _messages(observation: Any, before: str = "") -> list[dict[str, Any]]:
     """Return an observation as messages; text becomes one message of the user."""
-    text, ids, messages = parted(observation)
+    text, ids, messages = split_observation(observation)
     if ids is not None:
         raise ValueError("the observation contains token ids, which a chat cannot send")
     opening = [{"role": "user", "content": before + text}] if before or not messages else []

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from realign.api.environment import Response
-from realign.environments.adapters import imported
+from realign.environments.adapters import import_optional
 from realign.errors import ConfigError
 
 _MARKED = re.compile(r"\x1b\[[\d;]*m(.*?)\x1b\[0m", re.DOTALL)
@@ -37,7 +37,7 @@ class GymnasiumText:
         template: str = "{observation}\n",
         invalid: str | None = None,
     ) -> None:
-        gymnasium = imported("gymnasium", extra="gymnasium", user=type(self).__name__)
+        gymnasium = import_optional("gymnasium", extra="gymnasium", user=type(self).__name__)
         self._world = gymnasium.make(id, **{"render_mode": "ansi"} if screen else {}, **(arguments or {}))
         space, named = self._world.action_space, actions
         if isinstance(named, list):
@@ -57,7 +57,7 @@ class GymnasiumText:
     def reset(self, row: Mapping[str, Any], *, seed: int) -> tuple[str, dict[str, Any]]:
         """Start the episode. The column `options` of the row, if any, is passed to gymnasium."""
         observation, _ = self._world.reset(seed=seed % 2**31, options=row.get("options"))
-        return self._shown(observation), {}
+        return self._format(observation), {}
 
     def step(self, response: Response) -> tuple[str, float, bool, bool, dict[str, Any]]:
         """Take the action that the text names."""
@@ -66,12 +66,12 @@ class GymnasiumText:
             return self._invalid or "", 0.0, self._invalid is None, False, {}
         action = text if self._named is None else self._named[text]
         observation, reward, terminated, truncated, _ = self._world.step(action)
-        return self._shown(observation), float(reward), bool(terminated), bool(truncated), {}
+        return self._format(observation), float(reward), bool(terminated), bool(truncated), {}
 
     def close(self) -> None:
         """Close the environment."""
         self._world.close()
 
-    def _shown(self, observation: Any) -> str:
+    def _format(self, observation: Any) -> str:
         shown = _MARKED.sub(r"[\1]", self._world.render()) if self._screen else observation
         return self._template.format(observation=shown)

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from realign.environments.adapters import imported
+from realign.environments.adapters import import_optional
 from realign.errors import ConfigError
 from realign.own_files import replace_text
 from realign.safe_yaml import load_yaml
@@ -31,7 +31,7 @@ def rows(task: str, *, size: int = 1000, seed: int = 0, **settings: Any) -> Iter
     Raises:
         ConfigError: reasoning-gym is not installed, or does not accept the settings.
     """
-    gym = imported("reasoning_gym", extra="tasks", user=f"task={task}")
+    gym = import_optional("reasoning_gym", extra="tasks", user=f"task={task}")
     try:
         entries = gym.create_dataset(task, size=size, seed=seed, **settings)
     except (ValueError, TypeError, AssertionError) as error:

@@ -59,11 +59,11 @@ def chat_module() -> types.ModuleType:
                 tools = {"tools": schemas} if schemas else {}
                 while True:
                     answer = await client.chat.completions.create(model=ctx.model, messages=messages, **tools)
-                    said = answer.choices[0].message
-                    if not said.tool_calls:
-                        return vf.ProgramResult(0, said.content or "", "")
-                    messages.append(said.model_dump(exclude_none=True))
-                    for call in said.tool_calls:
+                    reply = answer.choices[0].message
+                    if not reply.tool_calls:
+                        return vf.ProgramResult(0, reply.content or "", "")
+                    messages.append(reply.model_dump(exclude_none=True))
+                    for call in reply.tool_calls:
                         text = await result(call.function, places, servers)
                         messages.append({"role": "tool", "tool_call_id": call.id, "content": text})
 

@@ -14,7 +14,7 @@ from realign.interfaces.components.advantages import (
     Rewards,
     TeacherKL,
     advantage_stats,
-    normalized_advantages,
+    normalize_advantages,
 )
 from realign.interfaces.components.aggregation import (
     Aggregation,
@@ -59,7 +59,7 @@ from realign.interfaces.components.scoring import (
     scoring_keys,
 )
 from realign.interfaces.components.truncation import TruncatedReward, Truncation
-from realign.interfaces.components.value_loss import VALUE_PANELS, Critic, ValueObjective, trained, value_stats
+from realign.interfaces.components.value_loss import VALUE_PANELS, Critic, ValueObjective, select_trained, value_stats
 
 __all__ = [
     "GAE",
@@ -109,7 +109,7 @@ __all__ = [
     "advantage_stats",
     "first_logprob_diff",
     "mix_pretraining",
-    "normalized_advantages",
+    "normalize_advantages",
     "old_logprobs",
     "policy_loss_of",
     "policy_stats",
@@ -117,7 +117,7 @@ __all__ = [
     "score_distributions",
     "score_logprobs",
     "scoring_keys",
+    "select_trained",
     "staleness_stats",
-    "trained",
     "value_stats",
 ]

@@ -72,7 +72,7 @@ class Rewards:
         return cls(data["rewards"], data["loss_mask"], data.cu_seqlens(), kl_T, kl_coef, dense_T, episode_S)
 
     @staticmethod
-    def known(data: SequenceSample) -> Tensor:
+    def read_rewards(data: SequenceSample) -> Tensor:
         """Return [S] the `rewards` of a batch, and NaN where one of the dense rewards of a response is not finite.
 
         The metric `missing_rewards` of a run counts the same responses.
@@ -331,8 +331,8 @@ def degenerate_rescale(x_N: Tensor, group_N: Tensor, mask_N: Tensor, reduce: Red
     """
     check_shapes(mask_N, x_N=x_N, group_N=group_N, mask_N=mask_N)
     of = group_moments(x_N[mask_N].double(), group_N[mask_N])
-    total, telling = reduce(torch.stack([of.count_U.sum(), of.count_U[~of.degenerate_U].sum()])).unbind(0)
-    return torch.where(telling > 0, total / telling.clamp(min=1), 1)
+    total, informative = reduce(torch.stack([of.count_U.sum(), of.count_U[~of.degenerate_U].sum()])).unbind(0)
+    return torch.where(informative > 0, total / informative.clamp(min=1), 1)
 
 
 @dataclass
@@ -462,7 +462,7 @@ def _check_groups(name: str, norm: Normalization, responses: int) -> None:
         )
 
 
-def normalized_advantages(
+def normalize_advantages(
     estimate: Estimate, data: SequenceSample, valid_S: Tensor, norm: Normalization, reduce: Reduce
 ) -> Tensor:
     """Return [T] advantages after `adv_norm`, 0 off the mask; response advantages are normalized, then broadcast."""
@@ -485,5 +485,5 @@ __all__ = [
     "TeacherKL",
     "advantage_stats",
     "degenerate_rescale",
-    "normalized_advantages",
+    "normalize_advantages",
 ]

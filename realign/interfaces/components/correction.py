@@ -129,13 +129,13 @@ class ImportanceCorrection(Correction):
 
     @override
     def correct(self, data: SequenceSample) -> Corrected:
-        weight_T, keep_T = self.weight.apply(data, CapMode.truncate).weight_T, self._kept(data)
+        weight_T, keep_T = self.weight.apply(data, CapMode.truncate).weight_T, self._keep_mask(data)
         return Corrected(weight_T, keep_T, data["loss_mask"] if self.keep_in_divisor else keep_T)
 
     @override
     def stats(self, data: SequenceSample) -> Stats:
         """Return differences to the behavior policy, weights, and fractions of tokens that are changed."""
-        mask_T, keep_T = data["loss_mask"], self._kept(data)
+        mask_T, keep_T = data["loss_mask"], self._keep_mask(data)
         # Without bounds, to see below which weights the range has changed.
         ratio_T, _, clamped_T = RatioRange(self.weight.level).apply(data, CapMode.truncate)
         weight_T = self.weight.apply(data, CapMode.truncate).weight_T
@@ -161,7 +161,7 @@ class ImportanceCorrection(Correction):
         divisor = "all tokens" if self.keep_in_divisor else "kept tokens"
         return f"{text}; kept: {self.rejection.describe()}; divided by {divisor}"
 
-    def _kept(self, data: SequenceSample) -> Tensor:
+    def _keep_mask(self, data: SequenceSample) -> Tensor:
         return (self.rejection or RatioRange()).apply(data, CapMode.mask).keep_T
 
 

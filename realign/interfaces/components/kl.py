@@ -260,10 +260,10 @@ class KLControl:
         """
         mask_T = data["loss_mask"]
 
-        def masked(x_T: Tensor) -> Tensor:
+        def zero_outside(x_T: Tensor) -> Tensor:
             return torch.where(mask_T, at_least_fp32(x_T), 0)
 
-        kl_T = self.penalty.estimate(masked(logprobs_T), masked(data["ref_logprobs"].detach()))
+        kl_T = self.penalty.estimate(zero_outside(logprobs_T), zero_outside(data["ref_logprobs"].detach()))
         if kl_T.shape != mask_T.shape:
             raise ValueError(
                 f"{type(self.penalty).__qualname__}.estimate returned shape {list(kl_T.shape)}. It must return one "

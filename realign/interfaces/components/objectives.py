@@ -90,11 +90,11 @@ class PolicyTokens:
         """Return the tokens of `data` (with `advantages` and `loss_mask`) under these log-probs [T]."""
         mask_T = data["loss_mask"]
 
-        def masked(x_T: Tensor) -> Tensor:
+        def zero_outside(x_T: Tensor) -> Tensor:
             return torch.where(mask_T, at_least_fp32(x_T), 0)
 
-        old_T, advantages_T = masked(old_logprobs_T.detach()), masked(data["advantages"].detach())
-        return cls(masked(logprobs_T), old_T, advantages_T, mask_T, data.cu_seqlens(), data, kl_coef)
+        old_T, advantages_T = zero_outside(old_logprobs_T.detach()), zero_outside(data["advantages"].detach())
+        return cls(zero_outside(logprobs_T), old_T, advantages_T, mask_T, data.cu_seqlens(), data, kl_coef)
 
     @property
     def log_ratio_T(self) -> Tensor:
@@ -278,7 +278,7 @@ def cispo_loss(
     bounded_T = ratio_T.clamp(1 - (1.0 if low is None else low), 1 + high)
     current_T = _current(logprobs_T, old_logprobs_T, log_ratio_T, clamped_T, mask_T)
     loss_T = -_advantages(advantages_T, mask_T) * bounded_T * current_T
-    return _unclipped(loss_T, ratio_T, clamped_T)._replace(clipped_T=bounded_T != ratio_T)
+    return _loss_without_clip(loss_T, ratio_T, clamped_T)._replace(clipped_T=bounded_T != ratio_T)
 
 
 @dataclass
@@ -320,7 +320,7 @@ def sapo_loss(
     advantages_T, ratio_T = _advantages(advantages_T, mask_T), log_ratio_T.exp()
     tau_T = torch.full_like(ratio_T, tau_neg).masked_fill(advantages_T > 0, tau_pos)
     loss_T = -advantages_T * torch.sigmoid(tau_T * (ratio_T - 1)) * (4 / tau_T)
-    return _unclipped(loss_T, ratio_T, clamped_T)
+    return _loss_without_clip(loss_T, ratio_T, clamped_T)
 
 
 @dataclass
@@ -364,7 +364,7 @@ def gmpo_loss(
     clipped_T = ((advantages_T > 0) & (log_ratio_T > high)) | ((advantages_T < 0) & (log_ratio_T < lowest))
     held_T = torch.where(clipped_T, log_ratio_T.clamp(lowest, high), log_ratio_T)
     loss_T = -advantages_T * sequence_mean(held_T, mask_T, cu_seqlens).exp()
-    return _unclipped(loss_T, log_ratio_T.exp(), clamped_T)._replace(clipped_T=clipped_T.detach())
+    return _loss_without_clip(loss_T, log_ratio_T.exp(), clamped_T)._replace(clipped_T=clipped_T.detach())
 
 
 @dataclass
@@ -400,7 +400,7 @@ def proximal_kl_loss(
         raise ValueError(f"beta must be at least 0, found {beta}")
     log_ratio_T, clamped_T = log_ratio(logprobs_T, old_logprobs_T, mask_T)
     ratio_T, kl_T = log_ratio_T.exp(), torch.expm1(log_ratio_T) - log_ratio_T
-    return _unclipped(beta * kl_T - _advantages(advantages_T, mask_T) * ratio_T, ratio_T, clamped_T)
+    return _loss_without_clip(beta * kl_T - _advantages(advantages_T, mask_T) * ratio_T, ratio_T, clamped_T)
 
 
 @dataclass
@@ -544,7 +544,7 @@ def reinforce_loss(logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Ten
     """
     log_ratio_T, clamped_T = log_ratio(logprobs_T, old_logprobs_T, mask_T)
     loss_T = -_advantages(advantages_T, mask_T) * _current(logprobs_T, old_logprobs_T, log_ratio_T, clamped_T, mask_T)
-    return _unclipped(loss_T, log_ratio_T.exp(), clamped_T)
+    return _loss_without_clip(loss_T, log_ratio_T.exp(), clamped_T)
 
 
 @dataclass
@@ -652,7 +652,7 @@ def _current(
     return torch.where(mask_T, torch.where(clamped_T, nearest_T, at_least_fp32(logprobs_T)), 0)
 
 
-def _unclipped(loss_T: Tensor, ratio_T: Tensor, clamped_T: Tensor) -> PolicyLoss:
+def _loss_without_clip(loss_T: Tensor, ratio_T: Tensor, clamped_T: Tensor) -> PolicyLoss:
     never_T = torch.zeros_like(clamped_T)
     return PolicyLoss(loss_T, ratio_T.detach(), never_T, never_T, clamped_T)
 

@@ -50,14 +50,14 @@ def pairs_by_label(labels_S: Tensor, present_S: Tensor) -> Pairs:
     )
 
 
-def answered(data: SequenceSample) -> Tensor:
+def has_answer(data: SequenceSample) -> Tensor:
     """Return [S] bool: whether the response has a token in `loss_mask`."""
     return segment_sum(data["loss_mask"], data.cu_seqlens()) > 0
 
 
 def pairs_of(data: SequenceSample) -> Pairs:
     """Return the pairs of a batch that passes `check_pairs`; pairs with an empty response are excluded."""
-    return pairs_by_label(data["labels"], answered(data))
+    return pairs_by_label(data["labels"], has_answer(data))
 
 
 def check_pairs(data: SequenceSample) -> None:

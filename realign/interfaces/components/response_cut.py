@@ -75,7 +75,7 @@ class ResponseCut(Settings):
         """
         end_ids = list(self.token_ids)
         for text in self.texts:
-            ids = Tokens(tokenizer).following(text)  # within a response
+            ids = Tokens(tokenizer).encode_following(text)  # within a response
             if len(ids) != 1:
                 raise ConfigError(
                     f"cut.texts={self.texts}: {text!r} must be one token, but the tokenizer encodes it as {ids}. "

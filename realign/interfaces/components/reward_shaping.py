@@ -94,11 +94,11 @@ class RewardShaping(Settings):
             reduce: sum over ranks.
         """
         if self.scale is RewardScale.running or (self.scale is RewardScale.ref and moments.count == 0):
-            moments.update(self._clipped(rewards_S), valid_S, reduce)
+            moments.update(self._scale_and_clip(rewards_S), valid_S, reduce)
 
     def shape(self, moments: RunningMoments, rewards_S: Tensor) -> Tensor:
         """Return [S] shaped scores; NaN (no reward) stays NaN."""
-        scores_S = self._clipped(rewards_S)
+        scores_S = self._scale_and_clip(rewards_S)
         if self.center:
             scores_S = scores_S - moments.mean
         # if all scores so far are equal up to rounding, `moments.scale` is 1
@@ -128,7 +128,7 @@ class RewardShaping(Settings):
         if self.scale is not RewardScale.none:
             moments.load_state_dict(state["moments"])
 
-    def _clipped(self, rewards_S: Tensor) -> Tensor:
+    def _scale_and_clip(self, rewards_S: Tensor) -> Tensor:
         exact_S = rewards_S.to(torch.promote_types(rewards_S.dtype, torch.float32))  # bf16 would round bias and mean
         scores_S = (exact_S + self.bias) * self.gain
         return scores_S if self.clip is None else scores_S.clamp(-self.clip, self.clip)

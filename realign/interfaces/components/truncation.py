@@ -140,7 +140,7 @@ class Truncation(Settings):
             scores_S = scores_S + overlong_penalty(tokens_S, max_tokens, self.overlong_buffer, self.overlong_penalty)
         return scores_S
 
-    def kept(self, valid_S: Tensor, truncated_S: Tensor | None) -> Tensor:
+    def keep_in_loss(self, valid_S: Tensor, truncated_S: Tensor | None) -> Tensor:
         """Return [S] bool: the responses of `valid_S` that stay in the loss."""
         return valid_S if truncated_S is None or not self.mask else valid_S & ~truncated_S
 

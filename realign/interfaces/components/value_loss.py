@@ -133,7 +133,7 @@ class ValueObjective(Settings):
         }
 
 
-def trained(data: SequenceSample) -> SequenceSample:
+def select_trained(data: SequenceSample) -> SequenceSample:
     """Return the sequences with a token in `loss_mask`; the others would only cost a forward pass.
 
     A batch without any such sequence is returned unchanged, so that the engine counts the skipped step.
@@ -184,7 +184,7 @@ __all__ = [
     "ValueLoss",
     "ValueObjective",
     "number",
-    "trained",
+    "select_trained",
     "value_loss",
     "value_stats",
 ]

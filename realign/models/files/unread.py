@@ -140,12 +140,12 @@ class Unread(Tensor):
         with ExitStack() as stack:  # closes the files again, since pages of open files count as memory of the process
             opened = cache(lambda file: stack.enter_context(safe_open(file, framework="pt")))
             try:
-                return _computed(self, parts, opened)
+                return _compute(self, parts, opened)
             except (SafetensorError, OSError) as error:
                 raise DataError(f"the weights of the model folder cannot be read: {error}") from error
 
 
-def _computed(x: Any, slices: list[slice], opened: Callable[[Path], Any]) -> Tensor:
+def _compute(x: Any, slices: list[slice], opened: Callable[[Path], Any]) -> Tensor:
     """Compute a slice of a tensor, reading as little as the operation allows."""
     source = x.source
     shape = [len(range(*part.indices(n))) for part, n in zip(slices, x.shape, strict=False)]
@@ -157,17 +157,17 @@ def _computed(x: Any, slices: list[slice], opened: Callable[[Path], Any]) -> Ten
     rows, args, keywords = slices[:1], source.args, source.keywords
     dim = keywords.get("dim", args[1] if len(args) > 1 else 0)
     if source.function is torch.Tensor.detach:
-        return _computed(args[0], slices, opened)
+        return _compute(args[0], slices, opened)
     if source.function is torch.Tensor.add:
-        return _computed(args[0], slices, opened) + _computed(args[1], slices, opened)
+        return _compute(args[0], slices, opened) + _compute(args[1], slices, opened)
     if source.function is torch.stack and dim == 0 and rows:  # one tensor for each expert: read those of the slice
-        return torch.stack([_computed(part, slices[1:], opened) for part in args[0][rows[0]]])
+        return torch.stack([_compute(part, slices[1:], opened) for part in args[0][rows[0]]])
     # Concatenated along another dimension, so a range of rows needs only the same rows of each part.
     if source.function is torch.cat and dim != 0 and len(slices) == 1:
-        return torch.cat([_computed(part, rows, opened) for part in args[0]], dim)
+        return torch.cat([_compute(part, rows, opened) for part in args[0]], dim)
     # Any other operation may mix all elements, so its arguments are read in full. The clone frees the full result,
     # which a view would keep.
-    args, keywords = tree_map_only(Unread, lambda part: _computed(part, [], opened), (args, dict(keywords)))
+    args, keywords = tree_map_only(Unread, lambda part: _compute(part, [], opened), (args, dict(keywords)))
     result: Tensor = tree_leaves(source.function(*args, **keywords))[source.at]
     return result[tuple(slices)].clone() if slices else result
 

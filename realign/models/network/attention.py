@@ -132,7 +132,7 @@ class PackedContext:
         backend = choose_backend(Backend(self.backend), q, v, args)
         if backend is Backend.sdpa:
             return self._loop(q, k, v, args)  # joins the keys of one sequence at a time, without a copy of all
-        return packed_attention(backend, q, self._expanded(k), self._expanded(v), args, self._packing)
+        return packed_attention(backend, q, self._expand(k), self._expand(v), args, self._packing)
 
     @cached_property
     def _continues(self) -> bool:
@@ -155,7 +155,7 @@ class PackedContext:
         tokens = [np.arange(starts[i], starts[i + 1]) for i in pieces]
         return on_device(torch.from_numpy(np.concatenate(tokens)), self.cu_seqlens.device)
 
-    def _expanded(self, x: Tensor) -> Tensor:
+    def _expand(self, x: Tensor) -> Tensor:
         """Return the keys or values [1, Hk, K, D] in the order of `_packing`.
 
         The gradient of a shared key is summed in fp32, since many sequences may share it.
@@ -177,7 +177,7 @@ class PackedContext:
         n = self._lengths
         queries, keys, values = q.split(n, 2), k.split(n, 2), v.split(n, 2)
         out = [
-            self._one(queries[i], _joined(keys, before, i), _joined(values, before, i), args).transpose(1, 2)
+            self._one(queries[i], _join_pieces(keys, before, i), _join_pieces(values, before, i), args).transpose(1, 2)
             for i, before in enumerate(self._after)
             if n[i]  # a sequence that ends within the shared prefix has an empty piece of its own
         ]
@@ -217,7 +217,7 @@ class PackedContext:
         return self._masks[key][length - q.shape[2] : length, :length]
 
 
-def _joined(pieces: Sequence[Tensor], before: int, own: int) -> Tensor:
+def _join_pieces(pieces: Sequence[Tensor], before: int, own: int) -> Tensor:
     """Return the keys or values [1, Hk, L, D] of a piece, after those of the piece that it continues."""
     return pieces[own] if before < 0 else torch.cat([pieces[before], pieces[own]], 2)
 

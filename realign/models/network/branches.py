@@ -19,7 +19,7 @@ from realign.errors import ConfigError
 from realign.functional.logprobs import LMHead
 from realign.models.network.heads import read_body, read_head
 
-Heard: TypeAlias = list[tuple[tuple[Any, ...], dict[str, Any]]]
+TrunkInputs: TypeAlias = list[tuple[tuple[Any, ...], dict[str, Any]]]
 """Positional and keyword arguments of the trunk's calls to its top layers, in layer order."""
 
 _LAYERS = ("layers", "h")
@@ -75,25 +75,25 @@ class Branch(nn.Module):
         self.after = copy.deepcopy(nn.ModuleList(stack.after), own_config)
 
     @contextmanager
-    def listening(self) -> Iterator[Heard]:
+    def listening(self) -> Iterator[TrunkInputs]:
         """Record the arguments of the trunk's top layers while the trunk runs."""
-        heard: Heard = []
+        recorded: TrunkInputs = []
 
         def keep(layer: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-            heard.append((args, keywords))
+            recorded.append((args, keywords))
 
         hooks = [layer.register_forward_pre_hook(keep, with_kwargs=True) for layer in self._sources]
         try:
-            yield heard
+            yield recorded
         finally:
             for hook in hooks:
                 hook.remove()
 
-    def forward(self, heard: Heard) -> Tensor:
+    def forward(self, recorded: TrunkInputs) -> Tensor:
         """Return the branch's last hidden states [T, H] from the recorded arguments; gradients flow to the trunk."""
-        assert len(heard) == len(self.layers)
-        hidden = heard[0][0][0] if heard[0][0] else heard[0][1]["hidden_states"]
-        for layer, (args, keywords) in zip(self.layers, heard, strict=True):
+        assert len(recorded) == len(self.layers)
+        hidden = recorded[0][0][0] if recorded[0][0] else recorded[0][1]["hidden_states"]
+        for layer, (args, keywords) in zip(self.layers, recorded, strict=True):
             other_keywords = {k: v for k, v in keywords.items() if k != "hidden_states"}
             out = layer(hidden, *args[1:], **other_keywords)
             hidden = out[0] if isinstance(out, tuple) else out  # layers of some families return more than the states

@@ -254,7 +254,7 @@ class PackedDecoder(Decoder):
             chosen[router] = routed.chosen_RK.to(DTYPE)
             return routed
 
-        with self._routers.heard_by(note):
+        with self._routers.listen(note):
             hidden_NH = self.trunk(ids_N, positions_N, context)
         self.chosen_NW = torch.cat([chosen[router] for router in range(len(self._routers.modules))], 1)
         return hidden_NH

@@ -85,7 +85,7 @@ class EncoderDecoder:
         texts, states = (x.split(lengths.tolist()) for x in (ids_T, hidden_TH))
         errors = []
         for ids, hidden, prompt in zip(texts, states, PROMPTS, strict=True):
-            prompt_ids, decoder_ids = ids[None, :prompt], self._shifted([ids[prompt:]])
+            prompt_ids, decoder_ids = ids[None, :prompt], self._shift_right([ids[prompt:]])
             own = self.module(input_ids=prompt_ids, decoder_input_ids=decoder_ids, use_cache=False).logits[0]
             errors.append(relative_error(head.logits(hidden[prompt - 1 :]), own))
         return max(errors)
@@ -102,7 +102,7 @@ class EncoderDecoder:
         """
         return self.whole(data[TOKENS], lengths, prompt_lengths(data, lengths))
 
-    def predicted(self, data: SequenceSample, lengths: IntArray) -> Tensor:
+    def mask_predicted(self, data: SequenceSample, lengths: IntArray) -> Tensor:
         """Return which tokens the decoder predicts, [T] bool on the host: those of the responses."""
         place = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
         return torch.from_numpy(place >= np.repeat(prompt_lengths(data, lengths), lengths))
@@ -116,7 +116,7 @@ class EncoderDecoder:
         for batch in similar_lengths(np.where(responses > 0, lengths, 0).tolist()):
             texts = [ids_T[starts[i] : starts[i] + lengths[i]] for i in batch]
             encoded = self.encode([text[: prompts[i]] for i, text in zip(batch, texts, strict=True)])
-            written_BL = self._shifted([text[prompts[i] :] for i, text in zip(batch, texts, strict=True)])
+            written_BL = self._shift_right([text[prompts[i] :] for i, text in zip(batch, texts, strict=True)])
             hidden_BLH = self.decoder(input_ids=written_BL, use_cache=False, **encoded).last_hidden_state
             # the start token predicts the first token of the response: its state stands at the prompt's last token
             parts += [hidden_BLH[row, : responses[i] + 1] for row, i in enumerate(batch)]
@@ -142,7 +142,7 @@ class EncoderDecoder:
         hidden_BLH = self.module.get_encoder()(input_ids=ids_BL, attention_mask=mask_BL).last_hidden_state
         return {"encoder_hidden_states": hidden_BLH, "encoder_attention_mask": mask_BL}
 
-    def _shifted(self, responses: Sequence[Tensor]) -> Tensor:
+    def _shift_right(self, responses: Sequence[Tensor]) -> Tensor:
         """Return the inputs of the decoder [B, L]: the start token, and the responses."""
         ids_BL = pad_sequence(list(responses), batch_first=True)
         return torch.nn.functional.pad(ids_BL, (1, 0), value=self.start)

@@ -59,7 +59,7 @@ def ids_of(prompt: PromptInput) -> Tensor:
     return prompt if isinstance(prompt, Tensor) else prompt.ids
 
 
-def followed_by(prompt: PromptInput, ids: Tensor) -> PromptInput:
+def append_tokens(prompt: PromptInput, ids: Tensor) -> PromptInput:
     """Return a prompt with further tokens."""
     longer = torch.cat([ids_of(prompt), ids])
     return longer if isinstance(prompt, Tensor) else replace(prompt, ids=longer)
@@ -148,7 +148,7 @@ class ImageInputs:
                 tokens = place(ids_L, grids[prompt], self._token, self._merge)
             except ValueError as error:
                 raise DataError(f"id {data.ids[prompt]!r}: {error}. {CURE}") from error
-            placed.append(_shifted(tokens, int(offset_P[prompt])))
+            placed.append(_shift(tokens, int(offset_P[prompt])))
         rows = slice(None) if layout.token_R is None else layout.token_R.to(ids_T.device)
         return self._inputs(ids_T, placed, data[PIXELS], data[GRIDS], rows)
 
@@ -171,7 +171,7 @@ class ImageInputs:
         placed, seen = [], 0
         for prompt in prompts:
             own = _on_host(prompt.grids_I3) if isinstance(prompt, ImagePrompt) else np.zeros((0, 3), dtype=np.int64)
-            placed.append(_shifted(place(_on_host(ids_of(prompt)), own, self._token, self._merge), seen))
+            placed.append(_shift(place(_on_host(ids_of(prompt)), own, self._token, self._merge), seen))
             seen += self._count(own)
         ids_T = torch.cat([ids_of(prompt) for prompt in prompts])
         inputs = self._inputs(ids_T, placed, pixels_Pd, grids_I3)
@@ -225,7 +225,7 @@ class ImageInputs:
         return {"inputs_embeds": embeds_RH[None], "position_ids": positions_3T[:, rows][:, None]}
 
 
-def _shifted(placed: Placed, offset: int) -> Placed:
+def _shift(placed: Placed, offset: int) -> Placed:
     """Return the features as indices among those of several prompts."""
     return placed._replace(features_L=np.where(placed.features_L < 0, -1, placed.features_L + offset))
 

@@ -92,7 +92,7 @@ def missing_package(backend: Backend) -> str | None:
     if (why := _not_installed(backend)) is not None or backend not in _MODULES:
         return why
     try:
-        _imported(backend)
+        _import_kernel(backend)
     except Exception as error:  # a build for another version of torch raises ImportError, OSError and others
         return f"needs {_NAMES[backend]} ({_CURES[backend]}), whose import fails: {_line(error)}"
     return None
@@ -260,7 +260,7 @@ def flash_attention(backend: Backend, q: Tensor, k: Tensor, v: Tensor, args: Att
     Under `torch.use_deterministic_algorithms`, the backward pass is deterministic.
     """
     keywords: dict[str, Any] = {} if backend is Backend.flash3 else {"dropout_p": args.dropout}
-    function = _hub_module().flash_attn_varlen_func if backend is Backend.hub else _imported(backend)
+    function = _hub_module().flash_attn_varlen_func if backend is Backend.hub else _import_kernel(backend)
     out = function(
         *(x[0].transpose(0, 1) for x in (q, k, v)),
         cu_seqlens_q=packing.cu_queries,
@@ -279,7 +279,7 @@ def flash_attention(backend: Backend, q: Tensor, k: Tensor, v: Tensor, args: Att
     return result[None]
 
 
-def _imported(backend: Backend) -> Any:
+def _import_kernel(backend: Backend) -> Any:
     """Import the function of a package. The hub's function loads the kernel, which may download it."""
     if backend is Backend.flash3:
         from flash_attn_interface import flash_attn_varlen_func  # type: ignore[import-not-found]
@@ -294,7 +294,7 @@ def _imported(backend: Backend) -> Any:
 
 @cache
 def _hub_module() -> Any:
-    return _imported(Backend.hub)(HUB_KERNEL)
+    return _import_kernel(Backend.hub)(HUB_KERNEL)
 
 
 def varlen_attention(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, packing: Packing) -> Tensor:

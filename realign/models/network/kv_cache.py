@@ -372,10 +372,10 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, args: AttentionArgs) 
     plain = args.softcap is None and args.sinks_H is None
     if plain and (q.device.type != "cpu" or q.dtype not in (torch.float32, torch.float64)):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=args.scaling)
-    return _written_out(q, k, v, mask, args)
+    return _attend_plainly(q, k, v, mask, args)
 
 
-def _written_out(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, args: AttentionArgs) -> Tensor:
+def _attend_plainly(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, args: AttentionArgs) -> Tensor:
     rows, heads, group, _ = q.shape
     flat_q, flat_k, flat_v, flat_mask = (x.flatten(0, 1) for x in (q, k, v, mask))
     if args.softcap is None:

@@ -70,14 +70,14 @@ def merge_adapter(module: Any, folder: Path) -> Any:
         places = {key: x for key, x in adapted.state_dict().items() if key in embeddings} | places
         check_same(folder, state, places)
         set_peft_model_state_dict(adapted, state, adapter_name=ADAPTER)
-        shared = _shared_and_adapted(module)
+        shared = _find_shared_and_adapted(module)
         if shared:
             read_now(module)
         module.eval()
         want = None if has_unread(module) else _logits(module, config)
         for part, name in shared:
             setattr(part, name, _copy(getattr(part, name)))
-        merged = _merged_unread(adapted) if want is None else adapted.merge_and_unload(safe_merge=True)
+        merged = _merge_unread(adapted) if want is None else adapted.merge_and_unload(safe_merge=True)
     if ties:  # peft changes it, too
         merged.config.tie_word_embeddings = True
     _tie_again(merged, tied)
@@ -137,7 +137,7 @@ def _names(module: Any) -> Iterable[list[str]]:
     return names.values()
 
 
-def _shared_and_adapted(module: Any) -> list[Place]:
+def _find_shared_and_adapted(module: Any) -> list[Place]:
     """Return where layers use the weight of another layer, if an adapter changes one of them.
 
     Merged into a weight that is shared, the adapter would change all of these layers.
@@ -210,7 +210,7 @@ def _logits(module: Any, config: Any) -> Tensor:
     return logits
 
 
-def _merged_unread(adapted: Any) -> Any:
+def _merge_unread(adapted: Any) -> Any:
     """Merge adapters into weights that are still in their files; the sums are computed when their slices are read."""
     layers = list(adapted_weights(adapted))
     merged = adapted.unload()

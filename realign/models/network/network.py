@@ -21,7 +21,7 @@ from realign.functional.logprobs import LMHead
 from realign.models.host import Host
 from realign.models.network.abilities import Abilities
 from realign.models.network.attention import layout_inputs
-from realign.models.network.branches import Heard, ReferenceBranch, check_layers, layers_that_train, read_stack
+from realign.models.network.branches import ReferenceBranch, TrunkInputs, check_layers, layers_that_train, read_stack
 from realign.models.network.encoder_decoder import EncoderDecoder
 from realign.models.network.heads import read_body, read_head
 from realign.models.network.images import NO_IMAGES
@@ -117,7 +117,7 @@ class Network(nn.Module):
         """Return the last layer for a pass that has run, see `heads.read_head`."""
         return read_head(self.module, dropout=dropout)
 
-    def owned(self) -> list[nn.Parameter]:
+    def own_parameters(self) -> list[nn.Parameter]:
         """Return the parameters that an optimizer of this process may change in place."""
         return list(self.parameters())
 
@@ -194,24 +194,24 @@ class Network(nn.Module):
         """
         value = self.value_head if with_values else None
         layout = layout or Layout.plain(part.lengths[TOKENS])
-        listening: AbstractContextManager[Heard] = nullcontext([]) if value is None else value.listening()
+        listening: AbstractContextManager[TrunkInputs] = nullcontext([]) if value is None else value.listening()
         replay = self.abilities.replay
         routing = nullcontext() if replay is None else replay.of(moved, layout, counts=training)
-        with listening as heard, routing:
+        with listening as recorded, routing:
             hidden_RH = self._hidden(moved, layout) if self.exact is None else self._exact(self.exact, moved, layout)
         branch = None
         if value is not None:
             # nothing is heard if the head has no branch, or if the micro-batch has no tokens
-            read = partial(value.hidden, hidden_RH, heard) if heard else lambda: hidden_RH
+            read = partial(value.hidden, hidden_RH, recorded) if recorded else lambda: hidden_RH
             branch = ScalarBranch(read, value, None if value.q_heads is None else value.q_heads.at)
         head = self.read_head(dropout=training and self._dropout)
-        limited = self.limited(head) if isinstance(head, LMHead) else head
+        limited = self.limit_head(head) if isinstance(head, LMHead) else head
         if self.exact is not None and isinstance(limited, LMHead):
             limited = self.exact.head(limited)
         row_T = layout.rows_on(self.device)
         cu_seqlens = part.cu_seqlens()
         unpacked = self.abilities.unpacked
-        predicted_T = unpacked.predicted(moved, layout.pieces) if isinstance(unpacked, EncoderDecoder) else None
+        predicted_T = unpacked.mask_predicted(moved, layout.pieces) if isinstance(unpacked, EncoderDecoder) else None
         masks = [(moved[key], x) for key, x in part.data.items() if x.dtype == torch.bool]
         return PackedOutput(
             hidden_RH,
@@ -269,12 +269,12 @@ class Network(nn.Module):
     def _run_branch(
         self, part: SequenceSample, moved: SequenceSample, layout: Layout, *, reference: ReferenceBranch
     ) -> PackedOutput:
-        with reference.branch.listening() as heard:
+        with reference.branch.listening() as recorded:
             hidden_RH = self._hidden(moved, layout)
-        if heard:  # a micro-batch without tokens skips the model
+        if recorded:  # a micro-batch without tokens skips the model
             with self.autocast():
-                hidden_RH = reference.branch(heard)
-        head = self.limited(reference.head)
+                hidden_RH = reference.branch(recorded)
+        head = self.limit_head(reference.head)
         row_T = layout.rows_on(self.device)
         support = support_of(part, self.device)
         cu_seqlens = part.cu_seqlens()
@@ -288,7 +288,7 @@ class Network(nn.Module):
             return 0
         return len(head.weight_VH) if self._vocabulary is None else min(self._vocabulary, len(head.weight_VH))
 
-    def limited(self, head: LMHead) -> LMHead:
+    def limit_head(self, head: LMHead) -> LMHead:
         """Return the head restricted to the tokens of `head.vocabulary`."""
         return head if self._vocabulary is None else head.first(self._vocabulary)
 
@@ -312,7 +312,7 @@ class Network(nn.Module):
         Raises:
             ConfigError: `config.advantage_scale` is not 0, but the model has no Q heads.
         """
-        limited = self.limited(head)
+        limited = self.limit_head(head)
         if not config.advantage_scale:
             return limited
         value_head = self.rollout_value_head
@@ -368,7 +368,7 @@ class Network(nn.Module):
         looked_up = 0 if output is not None and output.weight is embedding else embedding.numel()
         return sum(p.numel() for p in self.module.parameters()), looked_up
 
-    def outer_ids(self) -> set[int]:
+    def embedding_and_head_ids(self) -> set[int]:
         """Return the ids of the weights outside of the layers: embeddings, heads and the value head."""
         ids = {id(p) for part in self.modules() if isinstance(part, nn.Embedding) for p in part.parameters()}
         head = self.head

@@ -272,7 +272,7 @@ class PackedOutput:
             # by identity, since comparing the contents would wait for the device
             host_T = next((host_T for device_T, host_T in self.masks if device_T is where_T), where_T)
             asked_T = on_device(asked_T, host_T.device) & host_T
-        return self.host.places(asked_T)
+        return self.host.true_indices(asked_T)
 
     def _language_head(self, asked: str) -> LMHead:
         if not isinstance(self.head, LMHead):

@@ -151,16 +151,16 @@ class Layout:
         shared = before_S[opens_S]
         pieces[shared], first[shared], after[shared] = prefix_S[opens_S], lengths.starts[:-1][opens_S], -1
         row_N = np.cumsum(pieces) - pieces
-        place_T = _places(lengths.flat)
+        place_T = _positions(lengths.flat)
         # A token of the prefix is in the shared piece, any other one in the own piece, which starts after the prefix.
         # Without a prefix, `before_S` is -1 and `shared_T` meaningless, but no token selects it.
         own_T = np.repeat(row_N[own_S] - prefix_S, lengths.flat) + place_T
         shared_T = np.repeat(row_N[before_S], lengths.flat) + place_T
         row_T = np.where(place_T < np.repeat(prefix_S, lengths.flat), shared_T, own_T)
-        token_R = np.repeat(first, pieces) + _places(pieces)
+        token_R = np.repeat(first, pieces) + _positions(pieces)
         return cls(pieces, after, torch.from_numpy(token_R), torch.from_numpy(row_T))
 
-    def divided(self, parts: int, index: int) -> Layout:
+    def divide(self, parts: int, index: int) -> Layout:
         """Return the layout with `own` for one of several processes, which compute equally many rows each.
 
         A piece of padding makes the number of rows divisible. A layout without rows stays as it is.
@@ -207,7 +207,7 @@ class Layout:
     def position_R(self) -> Tensor:
         """[R] position of each row in its sequence, on the host."""
         offset_N = np.where(self.after < 0, 0, self.pieces[self.after])
-        return torch.from_numpy(_places(self.pieces) + np.repeat(offset_N, self.pieces))
+        return torch.from_numpy(_positions(self.pieces) + np.repeat(offset_N, self.pieces))
 
     def rows_on(self, device: torch.device) -> Tensor | None:
         """Return `row_T` on a device, without a sync."""
@@ -257,7 +257,7 @@ def worthwhile(prefix_P: IntArray, lengths: Lengths) -> IntArray:
     return np.where(saved_P >= MIN_SAVED * lengths.per_prompt, prefix_P, 0)
 
 
-def _places(lengths: IntArray) -> IntArray:
+def _positions(lengths: IntArray) -> IntArray:
     """Return 0, 1, 2, ... for each of the given lengths, concatenated."""
     return np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
 

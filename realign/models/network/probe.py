@@ -79,7 +79,7 @@ def probe(
     with _own_attention(model, family):
         alone_TH, own = _alone(model, ids_T)
     # Compared in fp32, where rounding hides nothing. With autocast, the kernel may support half precision only.
-    packed_TH = _packed(model, ids_T, Backend.sdpa if autocast else attention, family)
+    packed_TH = _run_packed(model, ids_T, Backend.sdpa if autocast else attention, family)
     error = _relative(packed_TH, alone_TH).max().item()
     # not `error > tolerance`, which is False for NaN
     if not error <= TOLERANCE:
@@ -95,7 +95,7 @@ def probe(
     if autocast is None:
         return
     with autocast():
-        error = _relative(_packed(model, ids_T, attention, family), alone_TH).median().item()
+        error = _relative(_run_packed(model, ids_T, attention, family), alone_TH).median().item()
     if not error <= _TOLERANCE_BF16:
         raise ConfigError(
             f"{family} with attention={attention.value} in bfloat16 differs by {error:.1e} (relative) from fp32. "
@@ -166,12 +166,12 @@ def probe_shared(model: Any, *, attention: Backend, autocast: Autocast | None) -
     """
     family = f"model family {model.config.model_type!r}"
     ids_T = _random_ids(model)
-    packed_TH = _packed(model, ids_T, Backend.sdpa if autocast else attention, family)
+    packed_TH = _run_packed(model, ids_T, Backend.sdpa if autocast else attention, family)
     _probe_shared(model, ids_T, packed_TH, Backend.sdpa if autocast else attention, family)
     if autocast is None:
         return
     with autocast():
-        difference_TH = _relative(_shared(model, ids_T, attention), packed_TH)
+        difference_TH = _relative(_run_shared(model, ids_T, attention), packed_TH)
     # The median over all tokens would not see an error of the tokens after a shared prefix, which are fewer than half.
     after_T = torch.cat([torch.arange(n) >= PREFIX for n in GROUPS[-1]]).to(ids_T.device)
     error = difference_TH[-len(after_T) :][after_T].median().item()
@@ -222,14 +222,14 @@ def _probe_head(model: Any, head: LMHead | ScalarHead, alone_TH: Tensor, own: Te
         )
 
 
-def _shared(model: Any, ids_T: Tensor, attention: Backend) -> Tensor:
+def _run_shared(model: Any, ids_T: Tensor, attention: Backend) -> Tensor:
     """Return the hidden states [T, H] of a pass that computes the common prefix of the last group once."""
     layout = Layout.of(Lengths.of(GROUPS), np.array([0, 0, PREFIX]))
     return _hidden(model, **layout_inputs(ids_T, layout, attention))[layout.rows_on(ids_T.device)]
 
 
 def _probe_shared(model: Any, ids_T: Tensor, alone_TH: Tensor, attention: Backend, family: str) -> None:
-    error = _relative(_shared(model, ids_T, attention), alone_TH).max().item()
+    error = _relative(_run_shared(model, ids_T, attention), alone_TH).max().item()
     if not error <= TOLERANCE:
         raise ConfigError(
             f"{family} cannot share prompts: hidden states differ by {error:.1e} (relative) from hidden states of "
@@ -253,8 +253,8 @@ def probe_divided(model: Any, attend: Callable[[PackedContext], AttentionContext
         ConfigError: attention cannot be divided among these processes.
     """
     ids_T = _random_ids(model)
-    layout = Layout.plain(Lengths.of(GROUPS)).divided(parts, index)
-    whole_TH = _packed(model, ids_T, Backend.sdpa, f"model family {model.config.model_type!r}")
+    layout = Layout.plain(Lengths.of(GROUPS)).divide(parts, index)
+    whole_TH = _run_packed(model, ids_T, Backend.sdpa, f"model family {model.config.model_type!r}")
     inputs = layout_inputs(ids_T, layout, Backend.sdpa)
     own_TH = _hidden(model, **inputs | {CONTEXT: attend(inputs[CONTEXT])})
     assert layout.own is not None
@@ -294,9 +294,9 @@ def probe_branch(model: Any, branch: Branch) -> None:
     """
     family = f"model family {model.config.model_type!r}"
     ids_T = _random_ids(model)
-    with branch.listening() as heard:
-        trunk_TH = _packed(model, ids_T, Backend.sdpa, family)
-    error = _relative(branch(heard), trunk_TH).max().item()
+    with branch.listening() as recorded:
+        trunk_TH = _run_packed(model, ids_T, Backend.sdpa, family)
+    error = _relative(branch(recorded), trunk_TH).max().item()
     if not error <= TOLERANCE:
         raise ConfigError(
             f"{family} cannot have a branch: a copy of its top layers differs by {error:.1e} (relative) from the model"
@@ -339,7 +339,7 @@ def _random_ids(model: Any) -> Tensor:
     return ids_T
 
 
-def _packed(model: Any, ids_T: Tensor, attention: Backend, family: str) -> Tensor:
+def _run_packed(model: Any, ids_T: Tensor, attention: Backend, family: str) -> Tensor:
     try:
         return _hidden(model, **layout_inputs(ids_T, Layout.plain(Lengths.of(GROUPS)), attention))
     except (ConfigError, torch.OutOfMemoryError):
@@ -347,7 +347,7 @@ def _packed(model: Any, ids_T: Tensor, attention: Backend, family: str) -> Tenso
     except Exception as error:  # whatever a family does with inputs that it does not expect
         if attention is Backend.sdpa:
             raise NotPackableError(f"{family} cannot run packed: {describe(error)}.") from error
-        _packed(model, ids_T, Backend.sdpa, family)  # an error of a kernel says nothing about the family
+        _run_packed(model, ids_T, Backend.sdpa, family)  # an error of a kernel says nothing about the family
         raise ConfigError(
             f"{family} with attention={attention.value} failed, and runs with sdpa: {describe(error)}. Set "
             "attention=sdpa."

@@ -113,7 +113,7 @@ class Routers:
         return biases if len(biases) == len(buffers) else []
 
     @contextmanager
-    def heard_by(self, listener: Listener, *, first: bool = False) -> Iterator[None]:
+    def listen(self, listener: Listener, *, first: bool = False) -> Iterator[None]:
         """Call `listener` for each output of a router within the context, including recomputed layers.
 
         Args:
@@ -213,7 +213,7 @@ class RouterReplay:
         """Replay in all passes within the context, and in layers that their backward passes recompute."""
         self._active = True
         try:
-            with self.routers.heard_by(self._hear, first=True):
+            with self.routers.listen(self._hear, first=True):
                 yield
         finally:
             self._active, self._experts_RLK = False, None

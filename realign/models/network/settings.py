@@ -53,7 +53,7 @@ class NetworkSettings:
     torch_compile: TorchCompile = TorchCompile.off
     """Backend that compiles the decoder layers for training and scoring."""
 
-    def allowed(self, *, load_balancing: bool) -> NetworkSettings:
+    def restrict(self, *, load_balancing: bool) -> NetworkSettings:
         """Return the settings, without parallel passes if load balancing or `torch_compile` rules them out."""
         # routers cannot tell concurrent passes apart, and compilation is not safe in several threads
         if load_balancing or self.torch_compile.compiles:

@@ -181,9 +181,9 @@ class Lora(Trained):
         adapted = {id(getattr(part, name)) for _, part, name in adapted_weights(module)}
         ends = {"embeddings": module.get_input_embeddings(), "head": module.get_output_embeddings()}
         # by weight, since tied weights belong to both, and those of an encoder-decoder model to further layers
-        if met := [name for name, layer in ends.items() if layer is not None and id(layer.weight) in adapted]:
+        if shared := [name for name, layer in ends.items() if layer is not None and id(layer.weight) in adapted]:
             raise ConfigError(
-                f"target_modules={self.target_modules}: LoRA cannot adapt the {' and '.join(met)}. Remove the layer "
+                f"target_modules={self.target_modules}: LoRA cannot adapt the {' and '.join(shared)}. Remove the layer "
                 "from the list."
             )
         head = read_head(module)

@@ -28,7 +28,7 @@ from realign.errors import ConfigError, DataError
 from realign.functional.logprobs import LMHead, token_logprobs
 from realign.models.files.model_folder import tensor_names
 from realign.models.files.unread import read_now
-from realign.models.network.branches import Branch, Heard, check_layers, read_stack
+from realign.models.network.branches import Branch, TrunkInputs, check_layers, read_stack
 from realign.models.network.heads import QHeads, ValueHead, ValueHidden, head_layers, init_linear
 
 ONLINE, TARGET = "q_heads.online.", "q_heads.target."
@@ -66,17 +66,17 @@ class ValueNetwork(nn.Module):
         )
 
     @contextmanager
-    def listening(self) -> Iterator[Heard]:
+    def listening(self) -> Iterator[TrunkInputs]:
         """Record the inputs of the branch while the trunk runs."""
         if self.branch is None:
             yield []
             return
-        with self.branch.listening() as heard:
-            yield heard
+        with self.branch.listening() as recorded:
+            yield recorded
 
-    def hidden(self, hidden_TH: Tensor, heard: Heard) -> Tensor:
+    def hidden(self, hidden_TH: Tensor, recorded: TrunkInputs) -> Tensor:
         """Return the input [T, H] of the head: the hidden states of the branch, or of the trunk without a branch."""
-        return hidden_TH if self.branch is None else self.branch(heard)
+        return hidden_TH if self.branch is None else self.branch(recorded)
 
     def forward(self, hidden_NH: Tensor) -> Tensor:
         """Return one value per hidden state, [N] fp32."""
@@ -142,9 +142,9 @@ class QNetwork(nn.Module):
             inputs = [_inner(head, hidden_NH) for head in self.online]
             heads = list(zip(self.online, inputs, strict=True))
             logprobs = [token_logprobs(inner_NH, _last(head), tokens_N)[0] for head, inner_NH in heads]
-            values = [_chosen(head, inner_NH, tokens_N) for head, inner_NH in heads]
+            values = [_values_of(head, inner_NH, tokens_N) for head, inner_NH in heads]
             with torch.no_grad():
-                targets = [_chosen(head, _inner(head, hidden_NH), tokens_N) for head in self.target]
+                targets = [_values_of(head, _inner(head, hidden_NH), tokens_N) for head in self.target]
         return QValues(torch.stack(values), torch.stack(targets).amin(0), torch.stack(logprobs))
 
     def smallest_target(self, hidden_NH: Tensor) -> Tensor:
@@ -201,7 +201,7 @@ def _last(head: Any) -> LMHead:
     return LMHead(head[-1].weight, head[-1].bias)
 
 
-def _chosen(head: Any, inner_NH: Tensor, tokens_N: Tensor) -> Tensor:
+def _values_of(head: Any, inner_NH: Tensor, tokens_N: Tensor) -> Tensor:
     """Return the values [N] of the given tokens."""
     values_N: Tensor = (inner_NH * head[-1].weight[tokens_N]).sum(-1) + head[-1].bias[tokens_N]
     return values_N

@@ -103,7 +103,7 @@ class Checkpoint:
                 raise ValueError(f"written in format {manifest['format']!r} {writer}; this version reads {FORMAT}")
             manifest.pop("sha256", None)
             # all bytes, not just the values: any change of a file is reported, even if it means the same
-            if data != rendered_manifest(manifest):
+            if data != render_manifest(manifest):
                 raise ValueError("sha256 mismatch")
             if manifest["step"] != self.step:
                 raise ValueError(f"the manifest is of step {manifest['step']}, but the folder is of step {self.step}")
@@ -209,7 +209,7 @@ def folder_name(step: int) -> str:
     return f"step_{step:06d}"
 
 
-def rendered_manifest(manifest: dict[str, Any]) -> bytes:
+def render_manifest(manifest: dict[str, Any]) -> bytes:
     """Return the manifest as bytes, including the sha256 of its canonical JSON."""
     canonical = json.dumps(manifest, sort_keys=True, separators=(",", ":")).encode()
     signed = {**manifest, "sha256": hashlib.sha256(canonical).hexdigest()}
@@ -266,7 +266,7 @@ def _fill(unfinished: UnfinishedCheckpoint, step: int, packed: Packed) -> None:
     files[STATE] = file.facts
     # the manifest comes last, so a folder that has one has everything else
     with HashedFile(folder / MANIFEST) as file:
-        file.write(rendered_manifest({"format": FORMAT, "realign": installed_version(), "step": step, "files": files}))
+        file.write(render_manifest({"format": FORMAT, "realign": installed_version(), "step": step, "files": files}))
     if unfinished.files:
         sync_folder(folder / PARTS)
     sync_folder(folder)
@@ -422,7 +422,7 @@ class CheckpointWriter:
             raise
         return UnfinishedCheckpoint(folder, {name: facts for of_rank in written for name, facts in of_rank.items()})
 
-    def failed(self) -> list[str]:
+    def take_failures(self) -> list[str]:
         """Return and clear the error messages of failed writes, such as a full disk."""
         # not `clear()`: the background thread may append between the two lines
         messages = self._failures[:]
@@ -442,7 +442,7 @@ class CheckpointWriter:
                 last = f"step {earlier[-1]}"
             write_packed(self._folder, step, packed, unfinished)
         except Exception as error:  # training continues without this checkpoint
-            self._failures.append(f"{failed_write(step, error)} Last good checkpoint: {last}.")
+            self._failures.append(f"{describe_failed_write(step, error)} Last good checkpoint: {last}.")
             return
         try:
             self._remove_old(step, best)
@@ -461,6 +461,6 @@ class CheckpointWriter:
                 self._failures.append(f"{stranger} was not written by this run, so {path} was moved to {aside}.")
 
 
-def failed_write(step: int, why: Exception) -> str:
+def describe_failed_write(step: int, why: Exception) -> str:
     """Return the message for a checkpoint that was not written."""
     return f"Checkpoint at step {step} failed ({why})."

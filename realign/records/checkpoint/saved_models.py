@@ -93,7 +93,7 @@ class Saves:
         self._keep_best(step, metrics)
         if not self.every_steps or step == 0 or step % self.every_steps or last:
             return
-        if not self._saved(name := f"step_{step:06d}"):
+        if not self._save(name := f"step_{step:06d}"):
             return
         self._made.append(self.folder / name)
         while self.keep is not None and len(self._made) > self.keep:
@@ -142,7 +142,7 @@ class Saves:
         if (stranger := OwnFiles(self.folder).remove(path.name)) is not None:
             warnings.warn(f"{stranger} was not written by this run, so {path} was not removed.", stacklevel=3)
 
-    def _saved(self, name: str, record: Mapping[str, Any] | None = None) -> bool:
+    def _save(self, name: str, record: Mapping[str, Any] | None = None) -> bool:
         """Write the models of all roles and `record` into a new folder.
 
         On failure, such as a full disk, warn, leave no partial folder and return False.
@@ -194,5 +194,5 @@ class Saves:
         if step == 0 or not height > self._record:  # untrained models are not saved
             return
         # a save that failed is no record: the next step that beats the earlier one tries again
-        if self._saved("best", {"step": step, "metric": metric, "value": value}):
+        if self._save("best", {"step": step, "metric": metric, "value": value}):
             self._record, self.best_step = height, step

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, InstanceOf, ValidationError
 from torch import Tensor
 
 from realign.errors import CheckpointError
-from realign.text import shortened
+from realign.text import shorten
 
 RecordName: TypeAlias = Literal["metrics", "samples", "eval_samples", "tokens", "spans", "warnings", "system"]
 RECORDS: tuple[RecordName, ...] = get_args(RecordName)
@@ -146,9 +146,9 @@ def check_tree(path: str, tree: Mapping[str, Any]) -> None:
         _Tree.model_validate(tree)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
-        key = shortened(".".join(map(str, first["loc"])), 300)
+        key = shorten(".".join(map(str, first["loc"])), 300)
         value = "a tensor" if isinstance(first["input"], Tensor) else " ".join(repr(first["input"]).split())
-        shown = "" if first["type"] == "missing" else f"={shortened(value, 80)}"
+        shown = "" if first["type"] == "missing" else f"={shorten(value, 80)}"
         raise CheckpointError(
             f"{key}{shown} in the checkpoint: {first['msg']}. The checkpoint was changed. Resume from another one."
         ) from None

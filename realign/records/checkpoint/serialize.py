@@ -84,7 +84,7 @@ class _Packer:
 
     def pack(self, value: Any, path: tuple[str, ...]) -> Any:
         if len(path) > DEPTH:
-            raise ValueError(f"{_shown(path)}: more than {DEPTH} nested levels")
+            raise ValueError(f"{_join(path)}: more than {DEPTH} nested levels")
         if isinstance(value, torch.Tensor):
             return {"$tensor": self._name(value, path)}
         if isinstance(value, Mapping):
@@ -99,14 +99,14 @@ class _Packer:
         if value is None or isinstance(value, bool | int | float):
             return value
         raise ValueError(
-            f"{_shown(path)}: type {type(value).__name__} cannot be saved in a checkpoint; valid: dict, list, tuple, "
+            f"{_join(path)}: type {type(value).__name__} cannot be saved in a checkpoint; valid: dict, list, tuple, "
             "None, bool, int, float, str, Tensor"
         )
 
     def _pack_mapping(self, value: Mapping[Any, Any], path: tuple[str, ...]) -> Any:
         for key in value:
             if isinstance(key, bool) or not isinstance(key, str | int):
-                raise ValueError(f"{_shown(path)}: keys must be str or int, found {key!r}")
+                raise ValueError(f"{_join(path)}: keys must be str or int, found {key!r}")
         items = [(key, self.pack(inner, (*path, str(key)))) for key, inner in value.items()]
         # a key with `$` would be read as one of the tags above
         if all(isinstance(key, str) and not key.startswith("$") and not _has_surrogates(key) for key in value):
@@ -115,20 +115,20 @@ class _Packer:
 
     def _name(self, value: torch.Tensor, path: tuple[str, ...]) -> str:
         if is_part(value):
-            return self._named(memory_of(value), path, self.parts, value.detach)
+            return self._name_tensor(memory_of(value), path, self.parts, value.detach)
         if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout != torch.strided or value.is_meta:
-            raise ValueError(f"{_shown(path)}: only plain dense tensors can be saved, found {type(value).__name__}")
+            raise ValueError(f"{_join(path)}: only plain dense tensors can be saved, found {type(value).__name__}")
         if value.dtype not in DTYPES:
             raise ValueError(
-                f"{_shown(path)}: dtype {value.dtype} cannot be saved; valid: {', '.join(map(str, DTYPES))}"
+                f"{_join(path)}: dtype {value.dtype} cannot be saved; valid: {', '.join(map(str, DTYPES))}"
             )
         # empty tensors can all have the address 0, so only the same object counts as the same tensor
         memory = (
             (value.device, value.data_ptr(), value.shape, value.stride(), value.dtype) if value.numel() else id(value)
         )
-        return self._named(memory, path, self.tensors, lambda: self._taken(value.detach()))
+        return self._name_tensor(memory, path, self.tensors, lambda: self._copy_to_cpu(value.detach()))
 
-    def _named(
+    def _name_tensor(
         self,
         memory: Hashable,
         path: tuple[str, ...],
@@ -145,7 +145,7 @@ class _Packer:
             self._names[memory] = name
         return self._names[memory]
 
-    def _taken(self, value: torch.Tensor) -> torch.Tensor:
+    def _copy_to_cpu(self, value: torch.Tensor) -> torch.Tensor:
         if self._copy:
             # not `clone`, which keeps device and strides: this is one copy, to the CPU and contiguous
             return torch.empty(value.shape, dtype=value.dtype).copy_(value)
@@ -197,7 +197,7 @@ def _has_surrogates(text: str) -> bool:
     return not text.isascii() and any("\ud800" <= char <= "\udfff" for char in text)
 
 
-def _shown(path: tuple[str, ...]) -> str:
+def _join(path: tuple[str, ...]) -> str:
     return "/".join(path) or "the tree"
 
 

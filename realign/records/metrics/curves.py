@@ -62,7 +62,7 @@ def colors(metrics: Sequence[str], held_out: str) -> dict[str, str]:
     return color_of
 
 
-def smoothed(values: Sequence[float]) -> list[float] | None:
+def smooth_curve(values: Sequence[float]) -> list[float] | None:
     """Return centered moving averages of a curve, or None if it is too short to need them.
 
     The windows at both ends are shorter. Values that are not finite are ignored; an average of none is NaN.
@@ -156,7 +156,7 @@ def _draw_panel(
         steps = max(1.0, *(record["step"] for record in phases[name]))
         for metric, points in metrics.items():
             x, y = [place + step / steps for step, _ in points], [value for _, value in points]
-            smooth = smoothed(y)
+            smooth = smooth_curve(y)
             if smooth is not None:
                 ax.plot(x, y, color=color[metric], linewidth=0.8, alpha=0.25)
             ax.plot(

@@ -18,9 +18,9 @@ from realign.records.metrics.shown_metrics import (
     EVALUATION,
     MetricSummary,
     first_metrics,
-    held_out,
+    held_out_metrics,
     larger_is_better,
-    limited,
+    limit_metrics,
     metric_summary,
     number,
 )
@@ -137,7 +137,7 @@ class LiveDisplay:
         ):
             names = [name for name in self._names() if name in metrics]
             extra = {name for name in names if name.startswith(EVALUATION) or name in self._added}
-            first = limited([name for name in names if name not in extra], MOST)
+            first = limit_metrics([name for name in names if name not in extra], MOST)
             shown = [f"{name} {number(metrics[name])}" for name in names if name in extra or name in first]
             if shown:  # before the first step, there may be nothing
                 line = f"{self._title} step {step}/{self._steps}  " + "  ".join(shown)
@@ -151,7 +151,7 @@ class LiveDisplay:
 
     def _names(self) -> list[str]:
         names = [name for name in self._shown if name in self._points] or first_metrics(self._points)
-        more: Iterable[str] = [*self._targets, *held_out(self._points, self._shown), *tuple(self._added)]
+        more: Iterable[str] = [*self._targets, *held_out_metrics(self._points, self._shown), *tuple(self._added)]
         return list(dict.fromkeys([*names, *(name for name in more if name in self._points)]))
 
     def _render(self) -> Table:

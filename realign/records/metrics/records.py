@@ -49,7 +49,7 @@ class JsonLinesWriter:
         self._lost = 0
         self._problem = ""
         self._start = time.perf_counter() - seconds
-        self._file = _opened(path)
+        self._file = _open(path)
         self._torn_at: int | None = None
         self._file.truncate(min(keep_bytes, self.size))
         self._hash = prefix_hash(path, self.size)
@@ -125,7 +125,7 @@ class JsonLinesWriter:
         except FileNotFoundError:
             pass
         make_folder(self.path.parent)
-        reopened = _opened(self.path)
+        reopened = _open(self.path)
         self._file.close()
         self._file, self._torn_at = reopened, None
         self._hash = prefix_hash(self.path, self.size)
@@ -151,7 +151,7 @@ class JsonLinesWriter:
         self._hash.update(line)
 
 
-def _opened(path: Path) -> BinaryIO:
+def _open(path: Path) -> BinaryIO:
     # append mode: after a truncation the next write goes to the new end by itself
     return open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, "ab")
 

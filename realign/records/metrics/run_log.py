@@ -67,7 +67,7 @@ class RunLog(logging.Handler):
         try:
             yield
         except BaseException as error:
-            self.write(_described(error))
+            self.write(_describe(error))
             raise
         finally:
             if warnings.showwarning is show:  # other code may have replaced it
@@ -135,7 +135,7 @@ class RunLog(logging.Handler):
             return
 
 
-def _described(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     if isinstance(error, RealignError | OSError | KeyboardInterrupt):
         return f"ENDED BY {type(error).__name__}: {' '.join(str(error).split())}"
     return "ENDED BY " + "".join(traceback.format_exception(error)).rstrip()

@@ -16,7 +16,7 @@ from realign.api.rewards import NAMED, named_rewards, total_rewards
 from realign.api.sample import INDEX_KEYS, with_response_index
 from realign.data.encoding import DecodedSequence
 from realign.functional import KLEstimator, kl_estimate, segment_sum
-from realign.text import shortened, visible
+from realign.text import shorten, visible
 
 LONGEST = 1000
 """Maximum number of characters of a run of tokens; its middle is omitted."""
@@ -38,7 +38,7 @@ def row_text(sequences: Sequence[DecodedSequence], *, color: bool) -> Text:
         text.append("\n" if sequence.label is None else f"\n  label {sequence.label:g}\n")
         body = Text()
         for segment in sequence.segments:
-            shown = visible(shortened(segment.text, LONGEST))
+            shown = visible(shorten(segment.text, LONGEST))
             if segment.trained:
                 body.append(shown if color else f"[[{shown}]]", style=STYLE if color else "")
             else:
@@ -138,11 +138,11 @@ def _runs(ids: Tensor, given: Tensor) -> list[Tensor]:
     return runs if bool(given[:1].all()) else [ids[:0], *runs]
 
 
-def spoken(record: Mapping[str, Any]) -> str:
+def as_one_line(record: Mapping[str, Any]) -> str:
     """Return prompt and response of a record in one line. Observations of an environment are in brackets."""
     turns = record.get("turns", [record["response"]])
-    said = " ".join(f"[{text!r}]" if place % 2 else repr(text) for place, text in enumerate(turns))
-    return f"{record['prompt']!r} -> {said}"
+    turns_text = " ".join(f"[{text!r}]" if place % 2 else repr(text) for place, text in enumerate(turns))
+    return f"{record['prompt']!r} -> {turns_text}"
 
 
 def show(console: Console, step: int, records: Sequence[dict[str, Any]]) -> None:
@@ -151,7 +151,7 @@ def show(console: Console, step: int, records: Sequence[dict[str, Any]]) -> None
     first = {record["id"]: record for record in reversed(records)}
     for record in list(reversed(first.values()))[:SHOWN]:
         numbers = [f"{name} {record[name]:.4g}" for name in ("reward", "kl") if record.get(name) is not None]
-        line = f"step {step}: {spoken(record)}  {', '.join(numbers) or 'no reward'}"
+        line = f"step {step}: {as_one_line(record)}  {', '.join(numbers) or 'no reward'}"
         try:
             console.print(line, markup=False, highlight=False, soft_wrap=True)
         except OSError as error:  # standard output may be a file on a full disk

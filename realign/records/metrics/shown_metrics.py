@@ -35,7 +35,7 @@ def headline(
     The order is: metrics of the leading role, metrics of other trained roles with their prefix, general metrics. Named
     rewards follow the metric `reward`. Empty if no trained role declares any metric.
     """
-    names = [f"{prefix}{name}" for prefix, own in _trained(graph, interfaces, lead) for name in own.headline()]
+    names = [f"{prefix}{name}" for prefix, own in _trained_roles(graph, interfaces, lead) for name in own.headline()]
     if not names:
         return ()
     place = names.index("reward") + 1 if "reward" in names else len(names)
@@ -46,7 +46,7 @@ def headline(
 
 def targets(graph: DataflowGraph, interfaces: Mapping[str, ModelInterface], lead: str) -> dict[str, float]:
     """Return the values that the settings of the trained roles ask for, by metric."""
-    trained = _trained(graph, interfaces, lead)
+    trained = _trained_roles(graph, interfaces, lead)
     return {f"{prefix}{name}": value for prefix, own in trained for name, value in own.targets().items()}
 
 
@@ -55,7 +55,7 @@ def named_means(graph: DataflowGraph) -> list[str]:
     return sorted(f"{key}/mean" for key in graph.producers if key.startswith(NAMED))
 
 
-def limited(names: Sequence[str], most: int) -> list[str]:
+def limit_metrics(names: Sequence[str], most: int) -> list[str]:
     """Return the first `most` metrics of a headline, in which each trained role has at least one place."""
     first: dict[str, str] = {}
     for name in names:
@@ -94,7 +94,7 @@ def panels(
     if means := named_means(graph):
         labels = {name: name.removeprefix(NAMED).removesuffix("/mean") for name in means}
         declared.append(Panel("reward of each function", labels))
-    for prefix, interface in _trained(graph, interfaces, lead):
+    for prefix, interface in _trained_roles(graph, interfaces, lead):
         names = interface.headline() or (() if prefix else first_metrics(undeclared, most=6))
         own = interface.panels() or tuple(Panel(name, {name: "training batch"}) for name in names)
         declared += [
@@ -150,7 +150,7 @@ def _set_of(held_out: str, name: str) -> str | None:
     return None if "/" in set_name else set_name
 
 
-def _trained(
+def _trained_roles(
     graph: DataflowGraph, interfaces: Mapping[str, ModelInterface], lead: str
 ) -> list[tuple[str, ModelInterface]]:
     """Return the metric prefix and the interface of each trained role, the leading role first."""
@@ -204,12 +204,12 @@ def metric_summaries(
     reported = dict.fromkeys(name for record in history for name in record if name != "step")
     known = {name: larger_is_better(name, better or {}) for name in reported}
     names = [name for name in shown if name in reported and name not in GENERAL]
-    evaluated = held_out(reported, shown)
+    evaluated = held_out_metrics(reported, shown)
     evaluated.sort(key=lambda name: (known[name] is None, name not in names))  # stable: otherwise as reported
     others = [name for name in names or first_metrics(reported) if not name.startswith(EVALUATION)]
     # leaves room for two metrics of training, however many evaluation sets there are
     evaluated = evaluated[: MOST_SUMMARIZED - 2]
-    order = [*evaluated, *limited(others, MOST_SUMMARIZED - len(evaluated))]
+    order = [*evaluated, *limit_metrics(others, MOST_SUMMARIZED - len(evaluated))]
     points = {name: [(int(record["step"]), record[name]) for record in history if name in record] for name in order}
     return tuple(metric_summary(name, points[name], known[name]) for name in order)
 
@@ -232,7 +232,7 @@ def larger_is_better(name: str, known: Mapping[str, bool]) -> bool | None:
     return True if any(part in name for part in LARGER) else None
 
 
-def held_out(reported: Collection[str], shown: Collection[str] = ()) -> list[str]:
+def held_out_metrics(reported: Collection[str], shown: Collection[str] = ()) -> list[str]:
     """Return the metrics of evaluations without their `DETAILS`, and without a loss that repeats the likelihood.
 
     Args:

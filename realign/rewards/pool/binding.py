@@ -1,6 +1,6 @@
 """Which arguments a user's function gets: by their names, which are those of one tool.
 
-`CONVENTIONS` says what each tool passes to a reward function. `bound` finds the one whose names a function has. Every
+`CONVENTIONS` says what each tool passes to a reward function. `bind` finds the one whose names a function has. Every
 other name is a column of the row. docs/guides/rewards.md has the same table for readers.
 """
 
@@ -60,18 +60,18 @@ def _content(message: Mapping[str, Any]) -> str:
 
 def _prompt(of: Scored) -> Any:
     messages = _messages(of)
-    return of.prompt if messages is None else messages[: len(messages) - _begun(messages)]
+    return of.prompt if messages is None else messages[: len(messages) - _starts_answer(messages)]
 
 
 def _completion(of: Scored) -> Any:
     messages = _messages(of)
     if messages is None:
         return of.response
-    start = str(messages[-1]["content"]) if _begun(messages) else ""
+    start = str(messages[-1]["content"]) if _starts_answer(messages) else ""
     return [{"role": "assistant", "content": start + of.response}]
 
 
-def _begun(messages: Sequence[Mapping[str, Any]]) -> bool:
+def _starts_answer(messages: Sequence[Mapping[str, Any]]) -> bool:
     """Whether a prompt ends with the start of the answer, which TRL passes as part of the answer."""
     return messages[-1]["role"] == "assistant"
 
@@ -267,7 +267,7 @@ class Binding:
         """Whether the function returns a list with one reward per response."""
         return self.scope is not RewardScope.response or self.convention.lists is None
 
-    def missing(self, rows: Sequence[Mapping[str, Any]]) -> str:
+    def describe_missing(self, rows: Sequence[Mapping[str, Any]]) -> str:
         """Return what the function needs and no row has, with the columns that exist; empty for nothing."""
         values = [self._values([Scored("", "", row)]) for row in rows]
         for needed in self.required if rows else ():
@@ -299,7 +299,7 @@ class Binding:
             names |= {name: _column(name) for name in there if name not in convention.hidden | convention.lacking}
         values: dict[str, Any] = {}
         for name, read in {**names, **convention.arguments}.items():
-            found = [_found(read, of) for of in scored]
+            found = [_try_read(read, of) for of in scored]
             if name not in self.fixed and any(has for has, _ in found):
                 several = convention.lists is None or name in convention.lists
                 values[name] = [value for _, value in found] if several else found[0][1]
@@ -320,7 +320,7 @@ class Binding:
         return f"{self.name.rpartition(':')[2].rpartition('<locals>.')[2]}({', '.join(shown)}){whose}{once[self.scope]}"
 
 
-def _found(read: Callable[[Scored], Any], of: Scored) -> tuple[bool, Any]:
+def _try_read(read: Callable[[Scored], Any], of: Scored) -> tuple[bool, Any]:
     try:
         return True, read(of)
     except KeyError:
@@ -344,7 +344,7 @@ def signature_of(function: Callable[..., Any], what: str) -> inspect.Signature:
     )
 
 
-def bound(function: Callable[..., Any], name: str, *, dense: bool = False) -> Binding:
+def bind(function: Callable[..., Any], name: str, *, dense: bool = False) -> Binding:
     """Return how a reward function is called, by the names of its arguments.
 
     Args:
@@ -357,12 +357,12 @@ def bound(function: Callable[..., Any], name: str, *, dense: bool = False) -> Bi
             not have.
     """
     signature = signature_of(function, f"reward function {name!r}")
-    parameters, said = signature.parameters, f"reward function {name!r} takes {signature}"
+    parameters, takes = signature.parameters, f"reward function {name!r} takes {signature}"
     if any(p.kind is p.VAR_POSITIONAL for p in parameters.values()):
-        raise ConfigError(f"{said}: arguments are passed by name, so *args would get nothing. Write {_WORKS}.")
+        raise ConfigError(f"{takes}: arguments are passed by name, so *args would get nothing. Write {_WORKS}.")
     if dense and not ("tokens" in parameters and _OWNED & parameters.keys() <= DENSE.arguments.keys()):
-        raise ConfigError(f"{said}, but dense=true calls it as {DENSE.signature}.")
-    convention = DENSE if dense else _convention(parameters, said)
+        raise ConfigError(f"{takes}, but dense=true calls it as {DENSE.signature}.")
+    convention = DENSE if dense else _convention(parameters, takes)
     fixed = frozenset(function.keywords) if isinstance(function, functools.partial) else frozenset()
     columns, required = [], []
     for own, parameter in parameters.items():
@@ -372,7 +372,7 @@ def bound(function: Callable[..., Any], name: str, *, dense: bool = False) -> Bi
         if own in convention.lacking:
             if needed:
                 cure = "Set dense=true" if own == "tokens" else "Give it a default, or set it with functools.partial"
-                raise ConfigError(f"{said}: realign has no {own!r}. {cure}.")
+                raise ConfigError(f"{takes}: realign has no {own!r}. {cure}.")
             continue
         if own not in convention.arguments and (needed or convention.columns):
             columns.append(own)
@@ -381,20 +381,20 @@ def bound(function: Callable[..., Any], name: str, *, dense: bool = False) -> Bi
     return Binding(name, convention, signature, tuple(columns), tuple(required), fixed)
 
 
-def _convention(names: Collection[str], said: str) -> Convention:
+def _convention(names: Collection[str], takes: str) -> Convention:
     """Return the convention whose names these are."""
-    owned = {name: [c for c in CONVENTIONS if name in c.arguments] for name in names if name in _OWNED}
-    fits = [c for c in CONVENTIONS if all(c in own for own in owned.values()) and all(s & {*owned} for s in c.needs)]
+    known = {name: [c for c in CONVENTIONS if name in c.arguments] for name in names if name in _OWNED}
+    fits = [c for c in CONVENTIONS if all(c in own for own in known.values()) and all(s & {*known} for s in c.needs)]
     if len({c.tool for c in fits}) == 1:
         return fits[0]
-    if not _RESPONSES & {*owned}:
+    if not _RESPONSES & {*known}:
         near = next((found for name in names if (found := difflib.get_close_matches(name, _RESPONSES, n=1))), [])
         hint = "".join(f" Did you mean {name!r}?" for name in near)
         forms = "; ".join(f"{c.signature} of {c.tool}" for c in CONVENTIONS)
-        raise ConfigError(f"{said}, and none of these names is the response.{hint} Write one of: {forms}.")
-    whose = "; ".join(f"{name} of {' and '.join(dict.fromkeys(c.tool for c in own))}" for name, own in owned.items())
+        raise ConfigError(f"{takes}, and none of these names is the response.{hint} Write one of: {forms}.")
+    whose = "; ".join(f"{name} of {' and '.join(dict.fromkeys(c.tool for c in own))}" for name, own in known.items())
     raise ConfigError(
-        f"{said}, which mixes names of several calls ({whose}). Write {_WORKS}, or all names of one tool."
+        f"{takes}, which mixes names of several calls ({whose}). Write {_WORKS}, or all names of one tool."
     )
 
 
@@ -424,7 +424,7 @@ __all__ = [
     "Convention",
     "RewardScope",
     "Scored",
-    "bound",
+    "bind",
     "named_arguments",
     "signature_of",
 ]

@@ -22,7 +22,7 @@ from types import CodeType, FunctionType, ModuleType
 from typing import Any, TypeAlias
 
 from realign.errors import ConfigError
-from realign.rewards.pool.binding import Binding, bound
+from realign.rewards.pool.binding import Binding, bind
 from realign.rewards.pool.http import HttpReward
 
 
@@ -33,7 +33,7 @@ class Prepared(ABC):
     """
 
     @abstractmethod
-    def prepared(self) -> Prepared:
+    def prepare(self) -> Prepared:
         """Return the function that the workers call.
 
         Raises:
@@ -44,7 +44,7 @@ class Prepared(ABC):
     @property
     @abstractmethod
     def note(self) -> str:
-        """What `prepared` found, for the launch table; empty for nothing to say."""
+        """What `prepare` found, for the launch table; empty for nothing to say."""
 
     @abstractmethod
     def __call__(self, prompt: str, response: str, row: dict[str, Any]) -> Any:
@@ -71,7 +71,7 @@ class SessionFunction(str):
     def of(cls, function: RewardFunction) -> SessionFunction:
         """Return the name of a function, with the function."""
         label = name_of(function).rpartition("<locals>.")[2]
-        digest = hashlib.sha256((source_of(function) or _compiled(function)).encode()).hexdigest()[:8]
+        digest = hashlib.sha256((source_of(function) or _describe_code(function)).encode()).hexdigest()[:8]
         name = cls(f"{SESSION}{label}@{digest}")
         name.function = function
         return name
@@ -99,7 +99,7 @@ def source_of(function: RewardFunction) -> str:
         return ""
 
 
-def _compiled(function: RewardFunction) -> str:
+def _describe_code(function: RewardFunction) -> str:
     """Return a text that differs if the compiled code of a function differs; empty for a callable object."""
 
     def text(code: CodeType) -> str:
@@ -200,11 +200,11 @@ def check_function(function: Any, name: str, *, dense: bool = False) -> Binding:
         raise ConfigError(
             f"reward function {name!r} is async, which dense rewards do not support. Define it with `def`."
         )
-    return bound(function, name, dense=dense)
+    return bind(function, name, dense=dense)
 
 
 @contextmanager
-def _noted(what: str) -> Iterator[None]:
+def _noting(what: str) -> Iterator[None]:
     """Add a note to an exception of an imported module, so that it keeps its traceback and names the object."""
     try:
         yield
@@ -220,7 +220,7 @@ def _noted(what: str) -> Iterator[None]:
 
 def _import_module(name: str, what: str) -> ModuleType:
     try:
-        with _noted(what):
+        with _noting(what):
             return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
@@ -253,7 +253,7 @@ def _import_file(path: Path, what: str) -> ModuleType:
     # Before its code runs, as in a normal import: dataclasses and pickle look their module up here.
     sys.modules[name] = module
     try:
-        with _noted(what):
+        with _noting(what):
             spec.loader.exec_module(module)
     except BaseException:
         del sys.modules[name]

@@ -27,7 +27,7 @@ from urllib.request import (
 
 from realign.cells import read_column
 from realign.errors import TransientError
-from realign.rewards.pool.secrets import check_url, filled, masked
+from realign.rewards.pool.secrets import check_url, fill_url, redact
 from realign.text import visible
 
 _REACH_S = 10.0
@@ -91,7 +91,7 @@ class HttpReward:
 
     def __post_init__(self) -> None:
         check_url(self.url)
-        target, secrets = filled(self.url)
+        target, secrets = fill_url(self.url)
         object.__setattr__(self, "_target", target)
         object.__setattr__(self, "_secrets", tuple(secrets))
 
@@ -101,7 +101,7 @@ class HttpReward:
         Raises:
             TransientError: no server accepts connections at the address.
         """
-        reach(self.url, f"reward function '{masked(self.url)}'", self._hidden)
+        reach(self.url, f"reward function '{redact(self.url)}'", self._hide_secrets)
 
     def __call__(self, prompt: str, response: str, row: dict[str, Any], tokens: list[str] | None = None) -> Any:
         """Return the reward from the server unchecked; the reward workers check that it is a number.
@@ -121,13 +121,13 @@ class HttpReward:
         try:
             return json.loads(answer)[name]
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            shown = self._hidden(repr(answer[:200]))
-            raise RuntimeError(f"{masked(self.url)} answered {shown}; expected {expected}") from error
+            shown = self._hide_secrets(repr(answer[:200]))
+            raise RuntimeError(f"{redact(self.url)} answered {shown}; expected {expected}") from error
 
     def _post(self, body: bytes) -> bytes:
         request = Request(self._target, body, {"Content-Type": "application/json"}, method="POST")
         opener = _opener()
-        url = masked(self.url)
+        url = redact(self.url)
         deadline, pause_s = time.monotonic() + self.within_s, _FIRST_PAUSE_S
         while True:
             try:
@@ -135,13 +135,13 @@ class HttpReward:
                 with opener.open(request, timeout=max(0.01, deadline - time.monotonic())) as reply:
                     return self._read(reply, deadline)
             except HTTPError as error:
-                problem = f"status {error.code} {self._hidden(str(error.reason))}"
+                problem = f"status {error.code} {self._hide_secrets(str(error.reason))}"
                 location = error.headers.get("Location")
                 error.close()
                 if error.code not in _TRANSIENT:
-                    raise RuntimeError(f"{url}: {problem}{self._redirected(error.code, location)}") from None
+                    raise RuntimeError(f"{url}: {problem}{self._describe_redirect(error.code, location)}") from None
             except (OSError, HTTPException) as error:  # HTTPException: the server died during its answer
-                problem = f"{type(error).__name__}: {self._hidden(str(error))}"
+                problem = f"{type(error).__name__}: {self._hide_secrets(str(error))}"
             if time.monotonic() + pause_s >= deadline:
                 raise Unreachable(f"{url} gave no answer within {self.within_s:g} s: {problem}")
             time.sleep(pause_s)
@@ -153,7 +153,7 @@ class HttpReward:
         while part := reply.read1(_READ):
             content += part
             if len(content) > LARGEST_ANSWER:
-                raise RuntimeError(f"{masked(self.url)}: the answer has more than {LARGEST_ANSWER:,} bytes")
+                raise RuntimeError(f"{redact(self.url)}: the answer has more than {LARGEST_ANSWER:,} bytes")
             if time.monotonic() > deadline:  # the timeout of the connection starts again with every byte
                 raise TimeoutError("the answer was not complete")
         # Unlike `read`, `read1` does not say that a connection ended too early.
@@ -161,13 +161,13 @@ class HttpReward:
             raise IncompleteRead(bytes(content), reply.length)
         return bytes(content)
 
-    def _redirected(self, status: int, location: str | None) -> str:
+    def _describe_redirect(self, status: int, location: str | None) -> str:
         if not 300 <= status < 400:
             return ""
-        to = "" if location is None else f" to {self._hidden(repr(masked(location)))}"
+        to = "" if location is None else f" to {self._hide_secrets(repr(redact(location)))}"
         return f", a redirect{to}. Redirects are not followed. Set the function to the final URL."
 
-    def _hidden(self, text: str) -> str:
+    def _hide_secrets(self, text: str) -> str:
         """Escape a text from outside, and hide the secrets of the URL, which a server can repeat in its answer."""
         for secret in self._secrets:
             for form in {secret, quote(secret, safe=""), quote(secret)} - {""}:

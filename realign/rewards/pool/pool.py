@@ -40,7 +40,7 @@ from realign.rewards.pool.functions import (
 from realign.rewards.pool.http import HttpReward
 from realign.rewards.pool.limits import WorkerLimits, limits_memory
 from realign.rewards.pool.processes import Answers, WorkerProcesses
-from realign.rewards.pool.secrets import masked, secret_variables
+from realign.rewards.pool.secrets import redact, secret_variables
 from realign.rewards.pool.worker import (
     Answer,
     Concurrency,
@@ -52,7 +52,7 @@ from realign.rewards.pool.worker import (
     answer_concurrently,
 )
 from realign.rewards.pool.worker_process import WORKER_NAME
-from realign.settings import Count, Fraction, NonNegative, NonNegativeInt, Positive, checked
+from realign.settings import Count, Fraction, NonNegative, NonNegativeInt, Positive, check_value
 from realign.text import headline, log_file
 
 logger = logging.getLogger(__name__)
@@ -145,11 +145,11 @@ class RewardPool:
         keep_environment: Sequence[str] = (),
         concurrency: int = 32,
     ) -> None:
-        checked("workers", workers, NonNegativeInt)
-        checked("timeout_s", timeout_s, Positive)
-        checked("patience_s", patience_s, NonNegative)
-        checked("concurrency", concurrency, Count)
-        checked("max_failed_fraction", max_failed_fraction, Fraction)
+        check_value("workers", workers, NonNegativeInt)
+        check_value("timeout_s", timeout_s, Positive)
+        check_value("patience_s", patience_s, NonNegative)
+        check_value("concurrency", concurrency, Count)
+        check_value("max_failed_fraction", max_failed_fraction, Fraction)
         self.limits = WorkerLimits(memory_mb, cpu_s, open_files, keep_environment)
         if workers and multiprocessing.current_process().name == WORKER_NAME:
             raise ConfigError(
@@ -162,7 +162,7 @@ class RewardPool:
         source: str | bytes = b""
         self._function: RewardFunction = load_function(function, check=False) if isinstance(function, str) else function
         if isinstance(self._function, HttpReward):
-            self.name = masked(self._function.url)
+            self.name = redact(self._function.url)
         else:
             self.name = str(function) if isinstance(function, str) else name_of(function)
         self.binding = check_function(self._function, self.name, dense=dense)
@@ -174,13 +174,13 @@ class RewardPool:
         elif isinstance(function, str):
             source = function
             if isinstance(self._function, Prepared):
-                self._function = self._function.prepared()
+                self._function = self._function.prepare()
                 source = pickle.dumps(self._function)
         else:
             if isinstance(function, Prepared):
-                self._function = function.prepared()
+                self._function = function.prepare()
             if workers:
-                source = _pickled_function(self._function, self.name)
+                source = _pickle_function(self._function, self.name)
         self.max_failed_fraction = max_failed_fraction
         self.patience_s = patience_s
         self._shown: set[FailureKind] = set()
@@ -280,7 +280,9 @@ class RewardPool:
         expected = Expected(key=self.binding.convention.result)
         if self.binding.returns_list:
             expected = Expected(len(scored), "response", gaps=True, key=expected.key)
-        return RewardCall(*self.binding.arguments(scored), expected, self.binding.missing([of.row for of in scored]))
+        return RewardCall(
+            *self.binding.arguments(scored), expected, self.binding.describe_missing([of.row for of in scored])
+        )
 
     def score_tokens(
         self,
@@ -419,7 +421,7 @@ def in_thread(call: Callable[[], Value], seconds: float | None = None) -> list[V
     return [answered.result()] if answered.done() else []
 
 
-def _pickled_function(function: Callable[..., Any], name: str) -> bytes:
+def _pickle_function(function: Callable[..., Any], name: str) -> bytes:
     try:
         pickled = pickle.dumps(function)
     except Exception as error:
@@ -508,7 +510,7 @@ def _patient(
         least: number of consecutive silent items required before giving up.
     """
     waiting = list(range(len(items)))
-    heard, silent, logged = time.monotonic(), 0, False
+    last_answer_s, silent, logged = time.monotonic(), 0, False
     while waiting:
         again: list[int] = []
         last = Problem(FailureKind.unreachable, "")
@@ -517,7 +519,7 @@ def _patient(
                 # -1: answered. What remains after a break is asked again or fails below.
                 index, waiting[place] = waiting[place], -1
                 if not isinstance(result, Problem) or result.kind not in _SILENT:
-                    heard, silent = time.monotonic(), 0
+                    last_answer_s, silent = time.monotonic(), 0
                     yield index, result
                     continue
                 if not logged and result.kind is FailureKind.unreachable:
@@ -530,10 +532,10 @@ def _patient(
                     yield index, result
                 else:
                     again.append(index)
-                if silent >= least and time.monotonic() - heard > patience_s:
+                if silent >= least and time.monotonic() - last_answer_s > patience_s:
                     break
         waiting = [*again, *(i for i in waiting if i >= 0)]
-        if waiting and silent >= least and time.monotonic() - heard > patience_s:
+        if waiting and silent >= least and time.monotonic() - last_answer_s > patience_s:
             why = f"no answer for patience_s={patience_s:g} s"
             logger.warning("reward function %s: %s; %d of %d items get no reward.", name, why, len(waiting), len(items))
             yield from ((i, Problem(last.kind, f"{last.message}; {why}")) for i in waiting)

@@ -29,7 +29,7 @@ from realign.rewards.pool.worker import (
     FailureKind,
     Problem,
     RewardCall,
-    checked_answers,
+    check_answers,
     serve,
 )
 from realign.rewards.pool.worker_process import kill_session, start_worker
@@ -112,7 +112,7 @@ class WorkerProcesses:
         todo = _Todo(sendable, self.workers, 0 if self.concurrency is None else self.concurrency.calls)
         running: dict[_Reply, list[int]] = {}
         failed_starts = 0
-        crew = self._started()
+        crew = self._start()
         try:
             while todo or running:
                 # For each worker the chunk that it answers and one more, so that it is not idle between the two.
@@ -135,14 +135,14 @@ class WorkerProcesses:
                         todo.suspect(members)
                         continue
                     failed_starts = 0
-                    todo.answered(members, len(answers))
-                    # Not strict: a worker may answer only the first items, and `answered` has put back the rest.
+                    todo.mark_answered(members, len(answers))
+                    # Not strict: a worker may answer only the first items, and `mark_answered` has put back the rest.
                     yield from zip(members, answers, strict=False)
         finally:
             for reply in running:  # not empty after an error, Ctrl-C or an early close
                 crew.cancel(reply)
 
-    def _started(self) -> _Crew:
+    def _start(self) -> _Crew:
         with self._lock:
             if self._crew is None:
                 self._crew = _Crew(self.workers, (self.source, self.limits, self.concurrency))
@@ -186,7 +186,7 @@ class WorkerProcesses:
                     "logged.",
                     *(self.name, 100 * KEPT, self.limits.memory_mb),
                 )
-            answers = checked_answers(returned, expected)
+            answers = check_answers(returned, expected)
             if answers is None and single:
                 return [Problem(FailureKind.nonsense, "the worker returned no list of answers")]
             return answers
@@ -405,7 +405,7 @@ class _Todo:
     def suspect(self, members: Iterable[int]) -> None:
         self.alone.extend(members)
 
-    def answered(self, members: Sequence[int], n: int) -> None:
+    def mark_answered(self, members: Sequence[int], n: int) -> None:
         """Put back the items after the first `n`, which have answers, and adapt the chunk size."""
         self.put_back(members[n:])
         # The worker stopped after `SLICE_S`: this many items fit.

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from urllib.parse import parse_qsl, quote, unquote_plus, urlsplit
 
 from realign.errors import ConfigError
-from realign.text import shortened, visible
+from realign.text import shorten, visible
 
 _SECRET_NAME = re.compile(
     r"SECRET|PASSW|PASSPHRASE|CREDENTIAL|APIKEY|^PGPASS"  # anywhere in a name
@@ -70,27 +70,27 @@ def allowed_variables(environment: Mapping[str, str]) -> list[str]:
     return [name.strip() for name in environment.get(ALLOWED_VARIABLES, "").split(",") if name.strip()]
 
 
-def masked(url: str) -> str:
+def redact(url: str) -> str:
     """Return a URL with `***` in place of the user, the password and secret query parameters; escaped and shortened."""
-    hidden = _PARAMETER.sub(_masked_parameter, _USERINFO.sub("***@", url))
-    return visible(shortened(hidden, _LONGEST)).replace("\n", "\\n").replace("\t", "\\t")
+    hidden = _PARAMETER.sub(_redact_parameter, _USERINFO.sub("***@", url))
+    return visible(shorten(hidden, _LONGEST)).replace("\n", "\\n").replace("\t", "\\t")
 
 
-def masked_text(text: str) -> str:
+def redact_text(text: str) -> str:
     """Return a text with `***` in place of the credentials in its URLs and of the values of options such as --api-key.
 
-    Unlike `masked`, it leaves everything else as it is.
+    Unlike `redact`, it leaves everything else as it is.
     """
-    hidden = _ADDRESS.sub(lambda match: _PARAMETER.sub(_masked_parameter, _USERINFO.sub("***@", match[0])), text)
-    return _OPTION.sub(_masked_option, hidden)
+    hidden = _ADDRESS.sub(lambda match: _PARAMETER.sub(_redact_parameter, _USERINFO.sub("***@", match[0])), text)
+    return _OPTION.sub(_redact_option, hidden)
 
 
-def _masked_option(match: re.Match[str]) -> str:
+def _redact_option(match: re.Match[str]) -> str:
     name, value = match.groups()
     return f"{name}***" if _secret_parameter(name.strip(" =-"), value) else match[0]
 
 
-def _masked_parameter(match: re.Match[str]) -> str:
+def _redact_parameter(match: re.Match[str]) -> str:
     mark, name, value = match.groups()
     return match[0] if _VARIABLE.fullmatch(value) or not _secret_parameter(name, value) else f"{mark}{name}=***"
 
@@ -111,7 +111,7 @@ def check_url(url: str, kind: str = "reward function") -> None:
     Raises:
         ConfigError: the URL is invalid, or contains credentials. The message does not contain them.
     """
-    what = f"{kind} '{masked(url)}'"
+    what = f"{kind} '{redact(url)}'"
     try:
         parts = urlsplit(url)
         valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and "$" not in parts.netloc
@@ -134,7 +134,7 @@ def check_url(url: str, kind: str = "reward function") -> None:
                 )
 
 
-def filled(
+def fill_url(
     url: str, environment: Mapping[str, str] = os.environ, kind: str = "reward function"
 ) -> tuple[str, list[str]]:
     """Insert the values of `${oc.env:NAME}`, and return the URL for requests and the secrets in it.
@@ -153,9 +153,9 @@ def filled(
     def value(match: re.Match[str]) -> str:
         name = match[1]
         if name in refused:
-            raise ConfigError(refusal(f"{kind} '{masked(url)}'", name))
+            raise ConfigError(refusal(f"{kind} '{redact(url)}'", name))
         if name not in environment:
-            raise ConfigError(f"{kind} '{masked(url)}': the environment variable {name} is not set. Set it.")
+            raise ConfigError(f"{kind} '{redact(url)}': the environment variable {name} is not set. Set it.")
         secrets.append(environment[name])
         return quote(environment[name], safe="")
 

@@ -1,6 +1,6 @@
 """What a worker process of the reward pool does: apply limits, call the reward function, check what it returns.
 
-The process of the run checks the answers of a worker again (`checked_answers`), since a reward function shares its
+The process of the run checks the answers of a worker again (`check_answers`), since a reward function shares its
 process with this code and can change it. Imports only light modules, so that a worker starts as fast as the user's
 function allows.
 """
@@ -28,7 +28,7 @@ from realign.rewards.pool.functions import load_function
 from realign.rewards.pool.http import Unreachable
 from realign.rewards.pool.limits import MemoryWatch, WorkerLimits, allow_cpu, limit_process
 from realign.rewards.pool.secrets import drop_secrets
-from realign.text import shortened, visible
+from realign.text import shorten, visible
 
 # Rewards become fp32 tensors, so numbers that overflow in fp32 are rejected like infinite ones.
 _LARGEST = 3.4028234663852886e38
@@ -56,7 +56,7 @@ class Problem:
     message: str
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "message", visible(shortened(self.message, _LONGEST_MESSAGE)))
+        object.__setattr__(self, "message", visible(shorten(self.message, _LONGEST_MESSAGE)))
 
 
 Answer: TypeAlias = float | list[float | None] | Problem | None
@@ -139,7 +139,7 @@ def _nonsense(value: Any, why: str, expected: str = "float | None") -> Problem:
     return Problem(FailureKind.nonsense, f"returned {text} ({type(value).__name__}), which {why}; expected {expected}")
 
 
-def checked_answers(returned: object, expected: Sequence[Expected]) -> list[Answer] | None:
+def check_answers(returned: object, expected: Sequence[Expected]) -> list[Answer] | None:
     """Check what a worker returned for a chunk, since a reward function can change the code of its worker.
 
     Args:
@@ -152,10 +152,10 @@ def checked_answers(returned: object, expected: Sequence[Expected]) -> list[Answ
     """
     if type(returned) is not list or not 0 < len(returned) <= len(expected):
         return None
-    return [_checked(value, wanted) for value, wanted in zip(returned, expected, strict=False)]
+    return [_check_answer(value, wanted) for value, wanted in zip(returned, expected, strict=False)]
 
 
-def _checked(value: Any, wanted: Expected) -> Answer:
+def _check_answer(value: Any, wanted: Expected) -> Answer:
     if value is None:
         return None
     if type(value) is Problem:
@@ -240,12 +240,12 @@ async def answer_concurrently(
         if tasks and loop.time() > stop:
             break
         allow_cpu(cpu_s)
-        tasks.append(asyncio.create_task(_awaited(function, item, how.timeout_s)))
+        tasks.append(asyncio.create_task(_await_answer(function, item, how.timeout_s)))
         tasks[-1].add_done_callback(lambda _: slots.release())
     return list(await asyncio.gather(*tasks))
 
 
-async def _awaited(function: Callable[..., Any], item: RewardCall, timeout_s: float) -> Answer:
+async def _await_answer(function: Callable[..., Any], item: RewardCall, timeout_s: float) -> Answer:
     try:
         async with asyncio.timeout(timeout_s) as limit:
             return as_answer(await item.of(function), item.expected)

@@ -31,7 +31,7 @@ _main_lock = threading.Lock()
 
 
 @contextmanager
-def _hidden_main() -> Iterator[None]:
+def _hiding_main() -> Iterator[None]:
     """Hide the file of `__main__`, so that a process spawned inside this context does not run it again.
 
     By default, a spawned process executes the parent's script under another name. For a training script this costs
@@ -58,7 +58,7 @@ def start_worker(work: Callable[..., None], arguments: tuple[Any, ...], *, with_
         with_main: whether the worker needs objects of the main script of this process, and so runs it.
     """
     process = SpawnContext().Process(target=_run_worker, name=WORKER_NAME, args=(work, arguments))
-    with nullcontext() if with_main else _hidden_main():
+    with nullcontext() if with_main else _hiding_main():
         process.start()
     return process
 
@@ -96,7 +96,7 @@ def kill_session(leader: int) -> None:
             os.kill(leader, signal.SIGSTOP)  # or it could start others meanwhile
     deadline = time.monotonic() + _KILL_S
     # again in every round, since a process can fork between the list and its end
-    while (pids := _started_by(leader)) and time.monotonic() < deadline:
+    while (pids := _processes_started_by(leader)) and time.monotonic() < deadline:
         for pid in pids:
             with suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
@@ -106,7 +106,7 @@ def kill_session(leader: int) -> None:
             kill(leader, signal.SIGKILL)
 
 
-def _started_by(leader: int) -> set[int]:
+def _processes_started_by(leader: int) -> set[int]:
     """Return the processes of a session and the descendants of its leader, without the leader itself, on Linux."""
     started, last = {leader}, 0
     processes = list(_processes())

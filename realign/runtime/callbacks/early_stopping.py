@@ -59,11 +59,11 @@ class EarlyStopping(Callback):
 
     def on_evaluation(self, event: EvaluationEvent) -> CallbackResult | None:
         """Compare an evaluation metric with the best value."""
-        return self._compared(event.step, event.metrics) if self.metric.startswith(EVALUATED) else None
+        return self._compare(event.step, event.metrics) if self.metric.startswith(EVALUATED) else None
 
     def on_step(self, event: StepEvent) -> CallbackResult | None:
         """Compare a metric of the step with the best value."""
-        return None if self.metric.startswith(EVALUATED) else self._compared(event.step, event.metrics)
+        return None if self.metric.startswith(EVALUATED) else self._compare(event.step, event.metrics)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the best value, its step, and the number of measurements since."""
@@ -73,11 +73,11 @@ class EarlyStopping(Callback):
         """Restore the state that `state_dict` returned."""
         self.best, self.best_step, self.waited = state["best"], state["best_step"], state["waited"]
 
-    def _compared(self, step: int, metrics: Mapping[str, float]) -> CallbackResult | None:
+    def _compare(self, step: int, metrics: Mapping[str, float]) -> CallbackResult | None:
         value = metrics.get(self.metric)
         if value is None:  # some algorithms report some metrics only in some steps
             return None
-        improved = self._improved(value)
+        improved = self._is_better(value)
         if improved:
             self.best, self.best_step = value, step
         good = improved if self.bound is None else self._within(value, self.bound)
@@ -94,7 +94,7 @@ class EarlyStopping(Callback):
     def _within(self, value: float, bound: float) -> bool:
         return value >= bound if self.mode is Goal.max else value <= bound  # NaN is not
 
-    def _improved(self, value: float) -> bool:
+    def _is_better(self, value: float) -> bool:
         # no later value is larger or smaller than NaN, so a first NaN would stay the best for ever
         if math.isnan(value):
             return False

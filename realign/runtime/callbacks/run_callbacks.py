@@ -184,7 +184,7 @@ class RunCallbacks:
                 where = f"callbacks.{name}.{method.__name__}"
                 if not isinstance(result, CallbackResult):
                     raise RunError(f"{where} returned {result!r}. Return None or a realign.api.CallbackResult.")
-                added |= self._checked(where, name, result.metrics, known)
+                added |= self._check_metrics(where, name, result.metrics, known)
                 if result.stop is not None and stop is None:
                     stop = Stop(f"callbacks.{name}", str(result.stop), self._settings[name])
             # `lead` runs this on rank 0 only, so the other ranks get the names with the result
@@ -206,7 +206,7 @@ class RunCallbacks:
             if name in self.metrics:
                 raise RunError(_clash(f"callbacks.{self.metrics[name]}", name))
 
-    def _checked(
+    def _check_metrics(
         self, where: str, callback: str, metrics: Mapping[str, float], known: Mapping[str, float]
     ) -> dict[str, float]:
         """Return the metrics that a callback adds, as floats.

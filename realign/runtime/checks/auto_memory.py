@@ -75,7 +75,7 @@ def _on_device(device: DeviceEstimate, undecided: Mapping[str, frozenset[MemoryC
             yield Decision(role, MemoryChoice.checkpointing, needed > room, f"{show(needed)} without it, {size}")
 
 
-def decided(experiment: Experiment, free: Free | None = None) -> Experiment:
+def with_memory_choices(experiment: Experiment, free: Free | None = None) -> Experiment:
     """Return the experiment with what `decide` chose. All ranks follow rank 0."""
     choices = current().lead(lambda: decide(experiment, free))
     if not choices:

@@ -24,7 +24,7 @@ from realign.engines.training.optimizer import ScheduleUnit
 from realign.errors import ConfigError
 from realign.ranks import current
 from realign.runtime.checks.meshes import check_meshes
-from realign.runtime.checks.parts import check_parts, located
+from realign.runtime.checks.parts import check_parts, locating
 from realign.runtime.evaluation.base import Evaluator, in_set
 from realign.runtime.evaluation.calibration import RewardCalibration
 from realign.runtime.experiment import Experiment
@@ -93,7 +93,7 @@ def open_interfaces(experiment: Experiment) -> None:
     """
     ranks = current()
     for where, interface in used_interfaces(experiment).items():
-        with located(where):
+        with locating(where):
             if interface.needs_engine:
                 interface.open()
             else:
@@ -449,7 +449,7 @@ def check_replay(experiment: Experiment) -> None:
                 f"Remove models.{owner}.sampler, or set {where}.router_replay=false."
             )
         if generation.sampling_replay and not returns.sampling_replay:
-            setting = generation.distorted()[0]
+            setting = generation.distortions()[0]
             raise ConfigError(
                 f"{where}.{setting}: training normalizes over the tokens that it keeps, but models.{owner}.sampler="
                 f"{sampler} does not return them. Remove models.{owner}.sampler, or {setting}."

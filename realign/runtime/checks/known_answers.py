@@ -16,10 +16,10 @@ from realign.cells import answers_of, read_column
 from realign.data import Dataset
 from realign.errors import ConfigError, DataError, RewardError
 from realign.ranks import current
-from realign.runtime.checks.parts import located
+from realign.runtime.checks.parts import locating
 from realign.runtime.experiment import Experiment
 from realign.runtime.rollout.prompts import PromptStream
-from realign.text import shortened, visible
+from realign.text import shorten, visible
 
 READ = 64
 """Number of rows among which the check looks for answers that differ."""
@@ -59,7 +59,7 @@ def check_verifiers(
     lines = []
 
     def check(where: str, verifier: Verifier, model: Model, data: SequenceSample) -> None:
-        with located(where):
+        with locating(where):
             current().lead(partial(verifier.check_rows, data.metadata.get("row", ())))
         if verifier.known_answer is not None:
             lines.append(check_known_answers(where, verifier, model, data))
@@ -97,7 +97,7 @@ def check_known_answers(where: str, verifier: Verifier, model: Model, data: Sequ
         RewardError: right answers do not score higher than wrong answers on average, or the functions fail.
     """
     setting = f"{where}.known_answer={verifier.known_answer}"
-    known = _known(setting, verifier, data)
+    known = _read_known_answers(setting, verifier, data)
     if not known:
         warnings.warn(
             f"{setting}: the first {len(data)} rows have the same answer, so there is no wrong answer to compare with. "
@@ -108,11 +108,11 @@ def check_known_answers(where: str, verifier: Verifier, model: Model, data: Sequ
     texts = [(answers.right, answers.wrong) for answers in known]
     rows = data.take([answers.row for answers in known])
 
-    def scored() -> Tensor:
-        with located(where):
+    def score() -> Tensor:
+        with locating(where):
             return verifier.score_texts(model, rows, texts)
 
-    rewards_K2 = current().lead(scored).reshape(-1, 2)
+    rewards_K2 = current().lead(score).reshape(-1, 2)
     right, wrong = rewards_K2.nanmean(0).tolist()
     # `~(a > b)` and `not a > b` instead of `<=`: a missing reward is NaN, and must count against the function
     suspects = (~(rewards_K2[:, 0] > rewards_K2[:, 1])).nonzero()[:, 0].tolist()
@@ -140,7 +140,7 @@ def check_known_answers(where: str, verifier: Verifier, model: Model, data: Sequ
     return f"{where}: mean reward {right:.4g} of right answers, {wrong:.4g} of wrong answers ({len(known)} rows)"
 
 
-def _known(setting: str, verifier: Verifier, data: SequenceSample) -> list[Known]:
+def _read_known_answers(setting: str, verifier: Verifier, data: SequenceSample) -> list[Known]:
     """Return the first rows with a right and a wrong answer; none if all answers are equal."""
     if "prompt_ids" not in data or "row" not in data.metadata:
         raise ConfigError(f"{setting}: the data has no prompts with rows. Set it to null, or use a dataset of prompts.")
@@ -177,7 +177,7 @@ def _answers(setting: str, column: str, rows: Sequence[Mapping[str, Any]]) -> li
 
 
 def _example(data: SequenceSample, known: Known, rewards_2: Tensor) -> str:
-    right, wrong = (visible(shortened(text, LONGEST)) for text in (known.right, known.wrong))
+    right, wrong = (visible(shorten(text, LONGEST)) for text in (known.right, known.wrong))
     scores = [_number(reward) for reward in rewards_2.tolist()]
     return (
         f"Row {data.ids[known.row]!r}: the right answer {right!r} has reward {scores[0]}, and the wrong answer "

@@ -44,7 +44,7 @@ def check_parts(experiment: Experiment) -> None:
 
 
 @contextmanager
-def located(where: str) -> Iterator[None]:
+def locating(where: str) -> Iterator[None]:
     """Prefix the message of a `RealignError` with a config key, and add the key as a note to any other exception.
 
     Args:
@@ -94,11 +94,11 @@ def unread_inputs(graph: DataflowGraph, interfaces: Mapping[str, ModelInterface]
 
 
 def _keys(rpc: RPC, interface: ModelInterface) -> Keys:
-    with located(f"interfaces.{rpc.model}"):
+    with locating(f"interfaces.{rpc.model}"):
         return interface.keys(rpc.method)
 
 
-def _own_names(rpc: RPC) -> dict[str, str]:
+def _names_in_interface(rpc: RPC) -> dict[str, str]:
     """Map the graph's name of each renamed key of the RPC to the interface's name."""
     return {theirs: ours for ours, theirs in rpc.rename.items()}
 
@@ -108,12 +108,12 @@ def _read(rpc: RPC, keys: Keys) -> set[str]:
     # an interface of a user need not declare its keys, and must not be told that it reads nothing
     if not keys.needs and not keys.uses:
         return set(rpc.inputs)
-    own = _own_names(rpc)
+    own = _names_in_interface(rpc)
     return {key for key in rpc.inputs if own.get(key, key) in {*keys.needs, *keys.uses}}
 
 
 def _check_needs(rpc: RPC, keys: Keys, graph: DataflowGraph) -> None:
-    own = _own_names(rpc)
+    own = _names_in_interface(rpc)
     given = {own.get(key, key) for key in rpc.inputs}
     for key, setting in keys.needs.items():
         if key in given:
@@ -130,7 +130,7 @@ def _check_needs(rpc: RPC, keys: Keys, graph: DataflowGraph) -> None:
 
 
 def _check_writes(rpc: RPC, keys: Keys) -> None:
-    own = _own_names(rpc)
+    own = _names_in_interface(rpc)
     outputs = {own.get(key, key) for key in rpc.outputs}
     if keys.writes is None or keys.writes == outputs - keys.reports:
         return

@@ -15,7 +15,7 @@ from realign.api import RPC, DataflowGraph, MicroBatchSpec, Model, ModelInterfac
 from realign.api.sample import with_own_metadata
 from realign.data import DataSpec
 from realign.errors import ConfigError, DataError
-from realign.runtime.evaluation.scores import Scored, merged
+from realign.runtime.evaluation.scores import Scored, merge_scored
 from realign.settings import Count, Settings
 
 EVALUATION = "eval/"
@@ -134,12 +134,12 @@ class SamplingEvaluator(Evaluator):
     """Base class of evaluations that sample and score responses."""
 
     @abstractmethod
-    def scored(self, runtime: LoadedRun, dataset: Any) -> Iterator[Scored]:
+    def score(self, runtime: LoadedRun, dataset: Any) -> Iterator[Scored]:
         """Sample and score responses to every row of `dataset` once, and yield them in batches."""
 
     @override
     def measure(self, runtime: LoadedRun, dataset: Any) -> tuple[dict[str, float], SequenceSample]:
-        return merged(self.scored(runtime, dataset), partial(self.constant_reward, runtime, dataset))
+        return merge_scored(self.score(runtime, dataset), partial(self.constant_reward, runtime, dataset))
 
     def constant_reward(self, runtime: LoadedRun, dataset: Any, response: Tensor) -> float | None:
         """Return the mean reward of `response` (ids) to every row; None if it is unknown or expensive."""

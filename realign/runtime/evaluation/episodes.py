@@ -74,7 +74,7 @@ class EpisodeEvaluation(SamplingEvaluator):
         return f"{self._n} episodes per row, {self.episodes.plan().sampler or 'sampler not declared'}{passes}"
 
     @override
-    def scored(self, runtime: LoadedRun, dataset: Any) -> Iterator[Scored]:
+    def score(self, runtime: LoadedRun, dataset: Any) -> Iterator[Scored]:
         model = runtime.models[self.role]
         for number, rows in enumerate(self.batches(dataset)):
             # `generate` derives its seeds from the model's, so batches would otherwise repeat their random numbers

@@ -60,7 +60,7 @@ class Evaluation(SamplingEvaluator):
         super().__post_init__()
         if taken := sorted(self.metrics.keys() & SEQUENCE_METRICS):
             raise SettingsError(f"metrics.{taken[0]}: the evaluation already has this metric. Choose another name.")
-        self._variants = self._checked_sweep()
+        self._variants = self._check_sweep()
         for variant in self._variants.values():
             check_pass_at(self.pass_at, variant.n, "generation.n")
 
@@ -83,8 +83,8 @@ class Evaluation(SamplingEvaluator):
         """Also check that the graph can score responses if `reward` is not set."""
         super().check(graph, models)
         if self.reward is None:
-            _scoring(graph)
-        names = _named(self.reward, graph)
+            _find_scoring_calls(graph)
+        names = _named_rewards(self.reward, graph)
         if self.success_of is not None and f"{NAMED}{self.success_of}" not in names:
             known = ", ".join(sorted(name.removeprefix(NAMED) for name in names)) or "none"
             raise SettingsError(f"success_of={self.success_of}: no reward function has this name (valid: {known})")
@@ -94,7 +94,7 @@ class Evaluation(SamplingEvaluator):
     def longest_response(self) -> int:
         return max(generation.max_new_tokens for generation in self._variants.values())
 
-    def _checked_sweep(self) -> dict[str, GenerationConfig]:
+    def _check_sweep(self) -> dict[str, GenerationConfig]:
         """Return the generation settings for each suffix of the metric names."""
         if len(self.sweep) > 1:
             raise SettingsError(f"sweep: it accepts one setting, found {', '.join(self.sweep)}. Remove the others.")
@@ -116,7 +116,7 @@ class Evaluation(SamplingEvaluator):
 
     @override
     def metric_names(self, graph: DataflowGraph) -> frozenset[str] | None:
-        names = [*SEQUENCE_METRICS, *self.metrics, *named_metrics(_named(self.reward, graph))]
+        names = [*SEQUENCE_METRICS, *self.metrics, *named_metrics(_named_rewards(self.reward, graph))]
         return frozenset(
             f"eval/{name}{ending}"
             for ending, generation in self._variants.items()
@@ -132,10 +132,10 @@ class Evaluation(SamplingEvaluator):
 
     @override
     def calls(self, graph: DataflowGraph) -> list[RPC]:
-        return [] if self.reward is not None else _scoring(graph)[1]
+        return [] if self.reward is not None else _find_scoring_calls(graph)[1]
 
     @override
-    def scored(self, runtime: LoadedRun, dataset: Any) -> Iterator[Scored]:
+    def score(self, runtime: LoadedRun, dataset: Any) -> Iterator[Scored]:
         model = runtime.models[self.role]
         for ending, generation in self._variants.items():
             for number, prompts in enumerate(self.batches(dataset)):
@@ -154,7 +154,7 @@ class Evaluation(SamplingEvaluator):
         """Ask only functions that are cheap, see `Verifier.is_cheap`."""
         model, judge = runtime.models[self.role], self.reward
         if judge is None:
-            scoring = _scoring(runtime.graph)[1]
+            scoring = _find_scoring_calls(runtime.graph)[1]
             judge = runtime.interfaces[scoring[0].model] if len(scoring) == 1 else None
         if not isinstance(judge, Verifier) or not judge.is_cheap():
             return None
@@ -183,7 +183,7 @@ class Evaluation(SamplingEvaluator):
         scored, further = current().lead(verdicts)
         if scored is not None:
             return answered.merge(scored), further
-        sampling, scoring = _scoring(runtime.graph)
+        sampling, scoring = _find_scoring_calls(runtime.graph)
         batch = answered.rename({ours: theirs for ours, theirs in sampling.rename.items() if ours in answered})
         for rpc in scoring:
             model, interface = runtime.models[rpc.model], runtime.interfaces[rpc.model]
@@ -191,7 +191,7 @@ class Evaluation(SamplingEvaluator):
         return batch.rename({theirs: ours for ours, theirs in sampling.rename.items() if theirs in batch}), further
 
 
-def _scoring(graph: DataflowGraph) -> tuple[RPC, list[RPC]]:
+def _find_scoring_calls(graph: DataflowGraph) -> tuple[RPC, list[RPC]]:
     """Return the RPC that samples, and the RPCs that score its responses, in execution order.
 
     Raises:
@@ -206,7 +206,7 @@ def _scoring(graph: DataflowGraph) -> tuple[RPC, list[RPC]]:
     return sampling[0], [rpc for rpc in leading if rpc.method != "generate"]
 
 
-def _named(reward: ModelInterface | None, graph: DataflowGraph) -> frozenset[str]:
+def _named_rewards(reward: ModelInterface | None, graph: DataflowGraph) -> frozenset[str]:
     """Return the keys of the named rewards of an evaluation."""
     if reward is not None:
         return reward.keys("inference").reports

@@ -43,17 +43,17 @@ class LossEvaluation(Evaluator):
     def check(self, graph: DataflowGraph, models: Iterable[str]) -> None:
         """Also check that the graph trains `role` with exactly one RPC."""
         super().check(graph, models)
-        self._training(graph)
+        self._find_train_call(graph)
 
     @override
     def calls(self, graph: DataflowGraph) -> list[RPC]:
-        training = self._training(graph)
+        training = self._find_train_call(graph)
         return [*self._before(training, graph), training]
 
     @override
     def measure(self, runtime: LoadedRun, dataset: Any) -> tuple[dict[str, float], SequenceSample]:
         """Return means over the whole of `dataset`, independent of the batch size, and the first batch."""
-        training = self._training(runtime.graph)
+        training = self._find_train_call(runtime.graph)
         stats: list[Stats] = []
         first: SequenceSample | None = None
         for batch in self.batches(dataset):
@@ -71,7 +71,7 @@ class LossEvaluation(Evaluator):
     def describe(self) -> str:
         return f"loss of {self.role}"
 
-    def _training(self, graph: DataflowGraph) -> RPC:
+    def _find_train_call(self, graph: DataflowGraph) -> RPC:
         calls = [rpc for rpc in graph.rpcs if rpc.model == self.role and rpc.method == "train_step"]
         if len(calls) != 1:
             trained = ", ".join(dict.fromkeys(rpc.model for rpc in graph.rpcs if rpc.method == "train_step"))

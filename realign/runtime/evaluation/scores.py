@@ -53,7 +53,7 @@ class Scored:
         return sequence_stats(self.batch) | further
 
 
-def merged(
+def merge_scored(
     parts: Iterable[Scored], constant_reward: Callable[[Tensor], float | None] = lambda response: None
 ) -> tuple[dict[str, float], SequenceSample]:
     """Return the metrics `eval/...` of all batches, and the first batch.
@@ -149,9 +149,9 @@ class StandardErrors:
 
     def values(self) -> dict[str, float]:
         """Return the standard error of each mean over at least two prompts, by metric."""
-        return dict(self._found())
+        return dict(self._compute())
 
-    def _found(self) -> Iterator[tuple[str, float]]:
+    def _compute(self) -> Iterator[tuple[str, float]]:
         for name, parts in self._sums.items():
             sum_G, count_G = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
             prompts, total = int((count_G > 0).sum()), count_G.sum()

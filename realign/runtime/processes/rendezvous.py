@@ -158,10 +158,10 @@ class Rendezvous:
 
 @contextmanager
 def connect(ranks: Ranks, describe: Describe) -> Iterator[Rendezvous]:
-    """Connect the `launched` ranks inside this context, and compare their versions; an error of one rank ends all.
+    """Connect the ranks of the launcher inside this context, and compare their versions; an error of one rank ends all.
 
     Args:
-        ranks: Result of `launched`.
+        ranks: Result of `ranks_of_launcher`.
         describe: Formats an error. Only the first rank that fails prints it.
 
     Raises:

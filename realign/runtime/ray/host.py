@@ -20,7 +20,7 @@ from realign.api.engine import (
     PostHook,
     StepIf,
     StepsInHalves,
-    measured,
+    run_loss,
 )
 from realign.api.model import ModelSpec
 from realign.api.sampler import Request, Sampler
@@ -29,7 +29,7 @@ from realign.errors import ConfigError
 from realign.functional import LMHead
 from realign.models.parts import whole
 from realign.runtime.models import load_own
-from realign.runtime.ray.wire_format import mapped
+from realign.runtime.ray.wire_format import map_tree
 
 WHOLE = frozenset({"state_dict", "fixed_weights", "weights"})
 """Methods whose large result is the same on all ranks, so that only rank 0 returns it."""
@@ -190,7 +190,7 @@ class Host:
     def use_heads(self, role: str, heads: Mapping[str, tuple[Tensor, Tensor | None, float, float | None]]) -> None:
         """See `PipelinableEngine.use_heads`; the values are the fields of `LMHead`."""
         # tensors from the wire are read-only views of Ray's object store, which would have to keep them
-        copies = mapped(heads, Tensor.clone)
+        copies = map_tree(heads, Tensor.clone)
         self._engine(role).use_heads({other: LMHead(*fields) for other, fields in copies.items()})
 
     def reference(self, role: str, layers: int | None) -> None:
@@ -205,7 +205,7 @@ class Host:
 
     def measure(self, role: str, part: SequenceSample, mb_spec: MicroBatchSpec, loss_fn: LossFn) -> Stats:
         """Return the loss and its metrics, without a gradient."""
-        return measured(self._engine(role).forward_part, part, mb_spec, loss_fn)
+        return run_loss(self._engine(role).forward_part, part, mb_spec, loss_fn)
 
     def generate(self, role: str, part: SequenceSample, config: GenerationConfig, seed: int) -> SequenceSample:
         """See `PipelinableEngine.generate`."""
@@ -261,15 +261,15 @@ class Host:
         if self._size == 1:
             return tree
 
-        def gathered(x: Tensor) -> Tensor:
+        def gather(x: Tensor) -> Tensor:
             full = whole(x)
             # one tensor at a time on the device, and only rank 0 keeps it, since only its answer is read (`WHOLE`)
             return full.cpu() if self._rank == 0 else full.new_empty(0)
 
-        return mapped(tree, gathered)
+        return map_tree(tree, gather)
 
     def load_state_dict(self, role: str, state: Mapping[str, Any], weights_only: bool) -> None:
         """See `PipelinableEngine.load_state_dict`."""
         if self._size == 1:  # the optimizer would keep moments in shared memory; sharded engines copy their slices
-            state = mapped(state, Tensor.clone)
+            state = map_tree(state, Tensor.clone)
         self._engine(role).load_state_dict(state, weights_only=weights_only)

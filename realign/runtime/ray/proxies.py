@@ -203,7 +203,7 @@ class RemoteSampler:
         handle = FutureHandle(request)
         with self._lock:
             if self._closed:
-                raise _closed(self._role)
+                raise _closed_error(self._role)
             self._waiting.add(handle)
         threading.Thread(target=self._complete, args=(handle,), name=f"request of {self._role}", daemon=True).start()
         return handle
@@ -267,7 +267,7 @@ class RemoteSampler:
             waiting, self._waiting = self._waiting, set()
         for handle in waiting:
             if handle.future.set_running_or_notify_cancel():
-                handle.future.set_exception(_closed(self._role))
+                handle.future.set_exception(_closed_error(self._role))
         self._group.kill()
 
     @contextmanager
@@ -282,5 +282,5 @@ class RemoteSampler:
                 self._calls[worker] -= 1
 
 
-def _closed(role: str) -> RuntimeError:
+def _closed_error(role: str) -> RuntimeError:
     return RuntimeError(f"The sampler of models.{role} is closed.")

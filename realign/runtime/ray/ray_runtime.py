@@ -17,7 +17,7 @@ from typing_extensions import override
 from realign.api import RPC, Model, ModelSpec, SequenceSample
 from realign.api.sampler import Sampler, samples_externally
 from realign.errors import ConfigError, TransientError
-from realign.runtime.checks.auto_memory import decided
+from realign.runtime.checks.auto_memory import with_memory_choices
 from realign.runtime.experiment import Experiment
 from realign.runtime.local import CallResult, LocalRuntime
 from realign.runtime.models import load_models
@@ -25,7 +25,7 @@ from realign.runtime.processes.placement import ROLLOUT, RoleGroup, plan_groups
 from realign.runtime.processes.watchdog import WorkerLost
 from realign.runtime.ray.host import Loaded
 from realign.runtime.ray.proxies import RayEngine, RemoteSampler
-from realign.runtime.ray.workers import Setup, WorkerGroup, counted_hops
+from realign.runtime.ray.workers import Setup, WorkerGroup, counting_hops
 from realign.runtime.rollout.asynchronous import MOST_CALLS
 from realign.runtime.rollout.spec import Async
 from realign.runtime.runtime_spec import Ray
@@ -53,7 +53,7 @@ class RayRuntime(LocalRuntime):
         super().__init__(experiment)
 
     def _load_models(self) -> dict[str, Model]:
-        return load_models(decided(self.experiment), self._load_own)
+        return load_models(with_memory_choices(self.experiment), self._load_own)
 
     def _load_own(self, specs: Mapping[str, ModelSpec], seed: int) -> dict[str, Model]:
         """Start a worker group for each set of roles that share processes, and load their models concurrently."""
@@ -66,9 +66,9 @@ class RayRuntime(LocalRuntime):
         for group in plan_groups(self.experiment):
             if group.name != ROLLOUT:
                 # start all groups before waiting for any, so that their imports overlap
-                groups.append(self._started(group, {role: specs[role] for role in group.roles}, seed))
+                groups.append(self._start_workers(group, {role: specs[role] for role in group.roles}, seed))
             elif copied:
-                self._rollout = self._started(group, copied, seed, callers=MOST_CALLS)
+                self._rollout = self._start_workers(group, copied, seed, callers=MOST_CALLS)
                 groups.append(self._rollout)
         list(self._threads.map(WorkerGroup.ready, groups))
 
@@ -88,7 +88,9 @@ class RayRuntime(LocalRuntime):
         assert self._rollout is not None
         return RemoteSampler(role, self._rollout)
 
-    def _started(self, group: RoleGroup, specs: Mapping[str, ModelSpec], seed: int, *, callers: int = 1) -> WorkerGroup:
+    def _start_workers(
+        self, group: RoleGroup, specs: Mapping[str, ModelSpec], seed: int, *, callers: int = 1
+    ) -> WorkerGroup:
         """Start the processes for the models of `specs`, and return without waiting for them."""
         gpu = _wants_gpu(list(specs.values()))
         room = reserve(group, self._spec, gpu=gpu)
@@ -114,7 +116,7 @@ class RayRuntime(LocalRuntime):
         results: dict[str, CallResult] = {}
         running: dict[Future[CallResult], RPC] = {}
 
-        def known() -> SequenceSample:
+        def batch_so_far() -> SequenceSample:
             """Return the batch with all keys so far, in the order in which `LocalRuntime` adds them."""
             merged = batch
             for rpc in rpcs:
@@ -129,19 +131,19 @@ class RayRuntime(LocalRuntime):
                 if len(calls) > 1:
                     steps |= dict.fromkeys(names, stack.enter_context(StepsTogether(names, in_turns=False)))
 
-            def made(rpc: RPC, batch: SequenceSample) -> CallResult:
+            def make_call(rpc: RPC, batch: SequenceSample) -> CallResult:
                 if rpc.name not in steps:
                     return self._call(rpc, batch, draw)
-                with steps[rpc.name].joined(rpc.name, self.models[rpc.model].engine):
+                with steps[rpc.name].join(rpc.name, self.models[rpc.model].engine):
                     return self._call(rpc, batch, draw)
 
             while len(results) < len(rpcs):
                 started = {rpc.name for rpc in running.values()} | results.keys()
                 ready = [rpc for rpc in rpcs if rpc.name not in started and waits_for[rpc.name] <= results.keys()]
                 if len(ready) == 1 and not running:  # in this thread, so that breakpoints in interfaces work
-                    results[ready[0].name] = made(ready[0], known())
+                    results[ready[0].name] = make_call(ready[0], batch_so_far())
                     continue
-                running |= {self._threads.submit(made, rpc, known()): rpc for rpc in ready}
+                running |= {self._threads.submit(make_call, rpc, batch_so_far()): rpc for rpc in ready}
                 done = wait(running, return_when=FIRST_COMPLETED).done
                 # raise the cause first
                 for future in sorted(done, key=lambda f: isinstance(f.exception(), WorkerLost)):
@@ -149,10 +151,10 @@ class RayRuntime(LocalRuntime):
         # in the order of the graph again, so that metrics have one order however the calls finished
         for rpc in rpcs:
             self._note(rpc, results[rpc.name], values)
-        return known()
+        return batch_so_far()
 
     def _call(self, rpc: RPC, batch: SequenceSample, draw: int = 0) -> CallResult:
-        with counted_hops(rpc.name) as hops:
+        with counting_hops(rpc.name) as hops:
             result = super()._call(rpc, batch, draw)
         self._waits[rpc.name] = hops.seconds
         return result
@@ -160,7 +162,7 @@ class RayRuntime(LocalRuntime):
     @override
     def _make(self, rpc: RPC, model: Model, batch: SequenceSample) -> SequenceSample:
         """Add the name of the call to the error messages of workers."""
-        with counted_hops(rpc.name):
+        with counting_hops(rpc.name):
             return super()._make(rpc, model, batch)
 
     def _note(self, rpc: RPC, made: CallResult, values: dict[str, float]) -> None:

@@ -39,7 +39,7 @@ class Batch:
 
 def to_wire(tree: Any) -> Any:
     """Replace each tensor by an `Array` and each sample by a `Batch`, in mappings, lists and (named) tuples."""
-    return mapped(tree, _array, _batch)
+    return map_tree(tree, _array, _batch)
 
 
 def _batch(sample: SequenceSample) -> Batch:
@@ -61,7 +61,7 @@ def from_wire(tree: Any) -> Any:
     return _inside(tree, from_wire)
 
 
-def mapped(
+def map_tree(
     tree: Any, of_tensor: Callable[[Tensor], Any], of_sample: Callable[[SequenceSample], Any] = lambda sample: sample
 ) -> Any:
     """Return a copy of `tree` with `of_tensor` applied to each tensor and `of_sample` to each sample."""
@@ -69,7 +69,7 @@ def mapped(
         return of_tensor(tree)
     if isinstance(tree, SequenceSample):
         return of_sample(tree)
-    return _inside(tree, lambda inner: mapped(inner, of_tensor, of_sample))
+    return _inside(tree, lambda inner: map_tree(inner, of_tensor, of_sample))
 
 
 def shapes_of(tree: Any) -> str:

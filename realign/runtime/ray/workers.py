@@ -188,7 +188,7 @@ def _answer(action: Callable[[], Any], *, hear: bool = True) -> Reply:
     started = time.perf_counter()
     value, failure = None, None
     # `catch_warnings` changes the whole process, so it must not be used from concurrent calls
-    hearing: AbstractContextManager[list[Warned]] = _heard() if hear else nullcontext([])
+    hearing: AbstractContextManager[list[Warned]] = _collecting_warnings() if hear else nullcontext([])
     with hearing as warned:
         try:
             value = action()
@@ -198,15 +198,15 @@ def _answer(action: Callable[[], Any], *, hear: bool = True) -> Reply:
 
 
 @contextmanager
-def _heard() -> Iterator[list[Warned]]:
+def _collecting_warnings() -> Iterator[list[Warned]]:
     """Collect warnings, so that the driver can emit them under its own warning filters."""
-    heard: list[Warned] = []
+    collected: list[Warned] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("ignore")
         for category in (UserWarning, RuntimeWarning):
             warnings.filterwarnings("always", category=category)
-        yield heard
-    heard += [Warned(str(w.message), w.category, w.filename, w.lineno) for w in caught]
+        yield collected
+    collected += [Warned(str(w.message), w.category, w.filename, w.lineno) for w in caught]
 
 
 def _failure(error: Exception) -> WorkerFailure:
@@ -235,7 +235,7 @@ _CURRENT: ContextVar[Hops | None] = ContextVar("hops", default=None)
 
 
 @contextmanager
-def counted_hops(name: str) -> Iterator[Hops]:
+def counting_hops(name: str) -> Iterator[Hops]:
     """Attribute the RPC overhead of this context and thread to the call `name`."""
     hops = Hops(name)
     token = _CURRENT.set(hops)
@@ -299,12 +299,12 @@ class WorkerGroup:
         Raises:
             ConfigError: A worker has another version of a package than the driver.
         """
-        self.pids = self._gathered([worker.pid.remote() for worker in self._workers], "start")
-        versions = self._gathered([worker.software.remote() for worker in self._workers], "start")
+        self.pids = self._gather([worker.pid.remote() for worker in self._workers], "start")
+        versions = self._gather([worker.software.remote() for worker in self._workers], "start")
         workers = {self._workers_of(f"worker {rank}", None): facts for rank, facts in enumerate(versions)}
         check_same({"the driver": software(), **workers})
         if len(self) > 1 and self._alone:
-            point = self._gathered([self._workers[0].rendezvous_address.remote()], "start")[0]
+            point = self._gather([self._workers[0].rendezvous_address.remote()], "start")[0]
             self._values([worker.join.remote(point, self._limit_s / 60) for worker in self._workers], "join")
 
     def load(self, specs: Mapping[str, Any], seed: int) -> dict[str, list[Loaded]]:
@@ -317,7 +317,7 @@ class WorkerGroup:
         self._load((dict(specs), seed, recompute))
 
     def _load(self, arguments: tuple[Any, ...]) -> list[Any]:
-        pickled = _pickled(arguments, f"models.{self.group.name}")
+        pickled = _pickle(arguments, f"models.{self.group.name}")
         return self._values([worker.load.remote(pickled) for worker in self._workers], "load")
 
     def ask(
@@ -346,7 +346,7 @@ class WorkerGroup:
             BaseException: The error that ended the group in another thread.
         """
         started = time.perf_counter()
-        pickled = None if hook is None else _pickled(hook, f"models.{role}: the function passed to {verb}")
+        pickled = None if hook is None else _pickle(hook, f"models.{role}: the function passed to {verb}")
         asked = self._workers if only is None else [self._workers[only]]
         different = {id(part): part for part in parts}
         sent = {same: to_wire(part) for same, part in different.items()}
@@ -375,14 +375,14 @@ class WorkerGroup:
     def _replies(
         self, refs: list[Any], what: str, parts: Sequence[tuple[Any, ...]] = (), first: int = 0
     ) -> list[Reply]:
-        replies: list[Reply] = self._gathered(refs, what, parts, first)
+        replies: list[Reply] = self._gather(refs, what, parts, first)
         for warned in (warned for reply in replies for warned in reply.warned):
             warnings.warn_explicit(
                 warned.text, warned.category, warned.filename, warned.line, self.__module__, self._warned
             )
         return replies
 
-    def _gathered(self, refs: list[Any], what: str, parts: Sequence[tuple[Any, ...]] = (), first: int = 0) -> list[Any]:
+    def _gather(self, refs: list[Any], what: str, parts: Sequence[tuple[Any, ...]] = (), first: int = 0) -> list[Any]:
         """Wait for the answers of the ranks from `first` on, one ref per rank.
 
         The time limit applies to calls of the graph only. If one of several ranks fails, the group is killed, because
@@ -457,7 +457,7 @@ class WorkerGroup:
         return f"{what}{of} (workers of {' + '.join(self.group.roles)})"
 
 
-def _pickled(x: Any, what: str) -> bytes:
+def _pickle(x: Any, what: str) -> bytes:
     try:
         return cloudpickle.dumps(x)
     except Exception as error:

@@ -80,15 +80,15 @@ class AsyncDynamicSampling:
         self._sampling = sampling
         self._most = sampling.max_batches * prompts_at_once
         self._batch_prompts = batch_prompts
-        self.begun = 0
+        self.started = 0
         """Prompts started since the last step; at most the prompts of `max_batches` batches."""
         self._sampled = Sampled(sampling)
 
     def may_sample(self) -> bool:
         """Return whether one more prompt may start before the next step."""
-        return self.begun < self._most
+        return self.started < self._most
 
-    def chosen(self, judged: SequenceSample) -> set[int]:
+    def choose(self, judged: SequenceSample) -> set[int]:
         """Return the indices of the prompts that pass the filter."""
         return set(self._sampled.add(judged))
 
@@ -98,12 +98,12 @@ class AsyncDynamicSampling:
         Raises:
             RunError: no prompt passed the filter; see `Sampled.nothing`, also for `best`.
         """
-        if self.may_sample() or len(staleness.ready) < len(staleness.begun):
+        if self.may_sample() or len(staleness.ready) < len(staleness.started):
             return None
         if not staleness.ready:
             raise self._sampled.nothing(self._sampling.max_batches, best)
         # all that have started are ready here, so this is the order of their start, as in `Staleness.choose`
-        return list(staleness.begun)[: self._batch_prompts]
+        return list(staleness.started)[: self._batch_prompts]
 
     def metrics(self, batch: int) -> dict[str, float]:
         """Return metrics of the prompts scored since the last step, and reset the counts.
@@ -112,7 +112,7 @@ class AsyncDynamicSampling:
             batch: number of prompts that the step trains on.
         """
         values = self._sampled.metrics() | {"missing_prompts": float(self._batch_prompts - batch)}
-        self.begun, self._sampled = 0, Sampled(self._sampling)
+        self.started, self._sampled = 0, Sampled(self._sampling)
         return {f"dynamic_sampling/{name}": value for name, value in values.items()}
 
 
@@ -201,11 +201,11 @@ class RolloutAhead:
         Raises:
             BaseException: the first exception that a thread raised.
         """
-        batch, metrics = self._ranks.lead(lambda: self._taken(step, best))
+        batch, metrics = self._ranks.lead(lambda: self._wait_for_batch(step, best))
         values |= metrics
         return batch
 
-    def _taken(self, step: int, best: float | None) -> tuple[SequenceSample, dict[str, float]]:
+    def _wait_for_batch(self, step: int, best: float | None) -> tuple[SequenceSample, dict[str, float]]:
         """Wait for the batch of a step, and return it with its metrics; on rank 0."""
         started = time.perf_counter()
         values: dict[str, float] = {}
@@ -225,7 +225,7 @@ class RolloutAhead:
             judged = [self._judged.pop(place) for place in batch]
             values |= {
                 "rollout/ready_prompts": float(len(self.staleness.ready) - len(batch)),
-                "rollout/running_prompts": float(len(self.staleness.begun) - len(self.staleness.ready)),
+                "rollout/running_prompts": float(len(self.staleness.started) - len(self.staleness.ready)),
             }
             if self._refill is not None:
                 values |= self._refill.metrics(len(batch))
@@ -240,9 +240,9 @@ class RolloutAhead:
         """Start further prompts after a training step on the batch of `take`, whose weights the samplers have."""
         self._read_versions()
         # all ranks get an error of rank 0, or they would wait for it in their next collective
-        self._ranks.lead(self._trained)
+        self._ranks.lead(self._count_trained)
 
-    def _trained(self) -> None:
+    def _count_trained(self) -> None:
         """Count the batch of `take` as trained, and start further prompts; on rank 0."""
         with self._changed:
             self.staleness.train(self._training)
@@ -300,7 +300,7 @@ class RolloutAhead:
         while self.staleness.may_begin() and (self._refill is None or self._refill.may_sample()):
             places.append(self.staleness.begin())
             if self._refill is not None:
-                self._refill.begun += 1
+                self._refill.started += 1
         for first in range(0, len(places), self._prompts_per_call):
             part = places[first : first + self._prompts_per_call]
             # versions are fixed here: all calls for a prompt seed their random numbers with those of its start
@@ -316,7 +316,7 @@ class RolloutAhead:
             torch.set_num_threads(self._torch_threads)
             for rpc in self._leading:
                 started = time.perf_counter()
-                batch = self._called(rpc, batch, versions[rpc.model])
+                batch = self._execute(rpc, batch, versions[rpc.model])
                 values[f"time/{rpc.name}_s"] = time.perf_counter() - started
                 if rpc.method == "generate" and "loss_mask" in rpc.outputs:
                     values["rollout_tokens"] = float(batch["loss_mask"].sum())
@@ -335,7 +335,7 @@ class RolloutAhead:
 
     def _keep(self, places: Sequence[int], judged: SequenceSample, version: int) -> None:
         """Store the prompts that pass the filter and drop the others; the caller holds the lock."""
-        passed = range(len(places)) if self._refill is None else self._refill.chosen(judged)
+        passed = range(len(places)) if self._refill is None else self._refill.choose(judged)
         for i, (place, sample) in enumerate(zip(places, judged.unpack(), strict=True)):
             if i in passed:
                 self._judged[place] = _Judged(sample, version)
@@ -344,7 +344,7 @@ class RolloutAhead:
                 self.staleness.drop(place)
                 self._prompts.record(sample)
 
-    def _called(self, rpc: RPC, batch: SequenceSample, version: int) -> SequenceSample:
+    def _execute(self, rpc: RPC, batch: SequenceSample, version: int) -> SequenceSample:
         """Execute one RPC, with the background sampler if the RPC uses the policy."""
         # a collective in this thread would mix with those of training
         model = self._models[rpc.model].replaced(version=version, lead=operator.call)

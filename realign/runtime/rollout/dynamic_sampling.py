@@ -91,7 +91,7 @@ class DynamicSampling(Settings):
         """Return whether the mean of these rewards [G] reaches `max_mean_reward`."""
         return self.max_mean_reward is not None and float(rewards_G.double().mean()) >= self.max_mean_reward
 
-    def chosen(self, judged: SequenceSample) -> list[int]:
+    def choose(self, judged: SequenceSample) -> list[int]:
         """Return the indices of the prompts of a scored batch whose groups pass, in ascending order."""
         return [index for index, rewards_G in enumerate(self.groups(judged)) if self.passes(rewards_G)]
 
@@ -174,7 +174,7 @@ class Sampled:
     def add(self, judged: SequenceSample) -> list[int]:
         """Count a scored batch, and return the indices of its prompts that pass."""
         sampling, rewards_S = self._sampling, episode_rewards(judged)
-        chosen = sampling.chosen(judged)
+        chosen = sampling.choose(judged)
         self._rewards.append(masked_mean(rewards_S, rewards_S.isfinite()))
         self._prompts += len(judged)
         self.passed += len(chosen)

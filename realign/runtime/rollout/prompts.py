@@ -91,7 +91,7 @@ class PromptStream:
         forever: other rows may belong to a source whose weight has fallen to 0.
         """
         for _ in range(-(-FRUITLESS * max(len(used), 100) // self.batch_prompts)):
-            if self.order.exhausted(used):
+            if self.order.is_exhausted(used):
                 break
             new = {}
             for place, (epoch, row) in zip(self.places(self.drawn), self.rows(self.drawn), strict=True):

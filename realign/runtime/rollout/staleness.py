@@ -35,7 +35,7 @@ class Staleness:
         """First place of the stream that has not started."""
         self.again: deque[int] = deque()
         """Earlier places that must restart, because a run ended before training on them."""
-        self.begun: dict[int, int] = {}
+        self.started: dict[int, int] = {}
         """Started places that are not trained on, in order of their start, with the policy version at their start."""
         self.ready: set[int] = set()
         """Started places that are ready for training."""
@@ -47,8 +47,8 @@ class Staleness:
 
     def may_begin(self) -> bool:
         """Return whether one more prompt may start and a step is left to train on it."""
-        within = (self.trained + len(self.begun)) // self.batch_prompts <= self.max_staleness + self.version
-        return within and self.trained + len(self.begun) < self.steps * self.batch_prompts
+        within = (self.trained + len(self.started)) // self.batch_prompts <= self.max_staleness + self.version
+        return within and self.trained + len(self.started) < self.steps * self.batch_prompts
 
     def begin(self) -> int:
         """Start the next prompt and return its place."""
@@ -56,7 +56,7 @@ class Staleness:
             place = self.again.popleft()
         else:
             place, self.next_place = self.next_place, self.next_place + 1
-        self.begun[place] = self.version
+        self.started[place] = self.version
         return place
 
     def finish(self, place: int) -> None:
@@ -65,15 +65,15 @@ class Staleness:
 
     def drop(self, place: int) -> None:
         """Remove a prompt that will not be trained on."""
-        del self.begun[place]
+        del self.started[place]
 
     def choose(self) -> list[int] | None:
         """Return the places of the next batch, in order of their start; None if the step has to wait."""
-        batch = [place for place in self.begun if place in self.ready][: self.batch_prompts]
+        batch = [place for place in self.started if place in self.ready][: self.batch_prompts]
         if len(batch) < self.batch_prompts:
             return None
         taken = set(batch)
-        left = [version for place, version in self.begun.items() if place not in taken]
+        left = [version for place, version in self.started.items() if place not in taken]
         for later in range(self.max_staleness):  # the next `later` steps must fit all prompts that are due by then
             due = sum(version + self.max_staleness <= self.version + later for version in left)
             if due > later * self.batch_prompts:
@@ -83,14 +83,14 @@ class Staleness:
     def train(self, batch: list[int]) -> None:
         """Remove a batch after a step has trained on it, and increment the policy version."""
         for place in batch:
-            del self.begun[place]
+            del self.started[place]
             self.ready.discard(place)
         self.version += 1
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state between two steps. Of running prompts it stores only places; resuming restarts them."""
         # places that have started, and places of an earlier attempt that have yet to restart
-        untrained = sorted([*self.begun, *self.again])
+        untrained = sorted([*self.started, *self.again])
         counts = {"version": self.version, "trained": self.trained, "next_place": self.next_place}
         return {**counts, "untrained": untrained}
 
@@ -99,5 +99,5 @@ class Staleness:
         self.version, self.next_place = state["version"], state["next_place"]
         # scored prompts are sampled again too: keeping them would prefer prompts that finish fast (ADR 17)
         self.again = deque(state["untrained"])
-        self.begun.clear()
+        self.started.clear()
         self.ready.clear()

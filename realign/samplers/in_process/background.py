@@ -32,10 +32,10 @@ from realign.api.sampling_mask import SamplingMask, with_masks
 from realign.errors import ConfigError
 from realign.functional.logprobs import LMHead
 from realign.models.network.decoder import Decoder
-from realign.models.network.images import PromptInput, followed_by
+from realign.models.network.images import PromptInput, append_tokens
 from realign.samplers.in_process.decode import PREFILL_TOKENS, Responses, Rollout, RowEntry, Stopping
 from realign.samplers.in_process.draw import response_keys
-from realign.samplers.in_process.generate import check_logprobs, checked_prompts, packed
+from realign.samplers.in_process.generate import check_logprobs, check_prompts, pack_responses
 from realign.samplers.in_process.rollout_model import Cores, DecodableEngine, RolloutModel, frozen_casts_kept
 from realign.samplers.in_process.settings import InProcessSampling
 
@@ -88,7 +88,7 @@ class StreamingEngine:
 
     def _add(self, data: SequenceSample, keys_S: Tensor, config: GenerationConfig) -> SamplingCall:
         """Validate the prompts and queue a call for the loop."""
-        checked = checked_prompts(self.engine.module, data, config, self.engine.network.abilities.images)
+        checked = check_prompts(self.engine.module, data, config, self.engine.network.abilities.images)
         with self.loop.on_stream():
             prompts = [p.to(self.engine.device) for p in checked]
         call = SamplingCall(prompts, keys_S, replace(config, n=1))
@@ -106,7 +106,7 @@ class StreamingEngine:
         call = self._add(data, response_keys(seed, data.ids, config.n), config)
         responses, versions_SN, experts, masks = call.result.result()
         with self.loop.on_stream():
-            out = packed(data, responses, config.n)
+            out = pack_responses(data, responses, config.n)
             sampled_SN = torch.arange(versions_SN.shape[1], device=versions_SN.device) < responses.lengths[:, None]
             versions_T = torch.full_like(out["input_ids"], -1, dtype=torch.int32)
             versions_T[out["loss_mask"]] = versions_SN[sampled_SN].to(versions_T.device)
@@ -275,7 +275,7 @@ class DecodingLoop:
             copied = None if self._cuda_stream is None else self._cuda_stream.record_event()
             self.version = version
             for stream in self.streams:
-                decoder, head = self._prepared(stream.config, stream.reach)
+                decoder, head = self._prepare(stream.config, stream.reach)
                 with self._engine.network.autocast():  # recompute under the same autocast as the first prefill
                     stream.update(decoder, head, version, recompute=self._recompute)
             return copied
@@ -292,7 +292,7 @@ class DecodingLoop:
                 responses, versions_SN, _, _ = call.result.result()
                 count = int(responses.lengths[0])
                 return responses.tokens[0, :count], responses.logprobs[0, :count], versions_SN[0, :count]
-            running = self._running_of(call)
+            running = self._rollout_of(call)
             return call.last_tokens if running is None else running.stream.so_far(call.sequence)
 
         return self.between_steps(read)
@@ -306,7 +306,7 @@ class DecodingLoop:
             with self._changed:
                 if call in self._calls:
                     self._calls.remove(call)
-            running = self._running_of(call)
+            running = self._rollout_of(call)
             if running is not None:
                 running.remove(call)
                 self._drop_finished()
@@ -320,7 +320,7 @@ class DecodingLoop:
         except RuntimeError:  # the loop has ended, so the call has ended too
             return False
 
-    def _running_of(self, call: SamplingCall) -> SharedRollout | None:
+    def _rollout_of(self, call: SamplingCall) -> SharedRollout | None:
         return next((r for r in self._running if call in r.calls.values()), None)
 
     def pause(self, paused: bool) -> None:
@@ -370,9 +370,9 @@ class DecodingLoop:
 
     def _check_open(self) -> None:
         if self._error is not None:
-            raise self._ended()
+            raise self._stopped_error()
 
-    def _ended(self) -> RuntimeError:
+    def _stopped_error(self) -> RuntimeError:
         ended = RuntimeError(f"models.{self._name}: sampling stopped: {self._error}")
         ended.__cause__ = self._error
         return ended
@@ -396,7 +396,7 @@ class DecodingLoop:
             ended = {result for _, result in self._jobs} | {call.result for call in self._calls}
             ended |= {call.result for running in self._running for call in running.calls.values()}
         for result in ended:
-            result.set_exception(self._ended())
+            result.set_exception(self._stopped_error())
 
     def _wait(self) -> bool:
         """Wait until there is work to do; return False if the loop was closed."""
@@ -446,20 +446,20 @@ class DecodingLoop:
         elif longest > running.stream.reach:
             # twice as long, since each growth prepares the weights again, and prompts often get longer one by one
             running.stream.reach = max(longest, 2 * running.stream.reach)
-            running.stream.decoder, running.stream.head = self._prepared(call.config, running.stream.reach)
+            running.stream.decoder, running.stream.head = self._prepare(call.config, running.stream.reach)
         running.add(call)
 
     def _stream(self, config: GenerationConfig, reach: int) -> Stream:
-        decoder, head = self._prepared(config, reach)
+        decoder, head = self._prepare(config, reach)
         weight, engine = head.weight_VH, self._engine
         stopping = Stopping(config, engine.capabilities().eos_token_ids, engine.tokenizer, len(weight), weight.device)
         return Stream(decoder, head, config, stopping, engine.sampling, reach=reach, version=self.version)
 
-    def _prepared(self, config: GenerationConfig, length: int) -> tuple[Decoder, LMHead]:
+    def _prepare(self, config: GenerationConfig, length: int) -> tuple[Decoder, LMHead]:
         engine = self._engine
         with engine.network.autocast():
             model = RolloutModel.of(engine.network, engine.module, config, engine.fusion)
-            return model.prepared(length, self._cores)
+            return model.prepare(length, self._cores)
 
 
 @dataclass(eq=False)
@@ -565,7 +565,7 @@ class Stream(Rollout):
         return reused + new
 
     @override
-    def _begun(self, sequences_B: Tensor, counts_B: Tensor) -> None:
+    def _begin_sequences(self, sequences_B: Tensor, counts_B: Tensor) -> None:
         # tokens that are there already keep their version: the response was interrupted, or the weights changed
         later_BN = torch.arange(self.versions.shape[1], device=self.device) >= counts_B[:, None]
         self.versions[sequences_B] = self.versions[sequences_B].masked_fill(later_BN, self.version)
@@ -595,7 +595,7 @@ class Stream(Rollout):
     def so_far(self, sequence: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return copies of the tokens, log-probs and versions [N] of an unfinished sequence."""
         row = self._row(sequence)
-        count = self.waiting.sampled(sequence) if row is None else int(self.rows[RowEntry.COUNT, row])
+        count = self.waiting.count_sampled(sequence) if row is None else int(self.rows[RowEntry.COUNT, row])
         parts = (self.responses.tokens, self.responses.logprobs, self.versions)
         tokens_N, logprobs_N, versions_N = (x[sequence, :count].clone() for x in parts)
         return tokens_N, logprobs_N, versions_N
@@ -641,7 +641,7 @@ class Stream(Rollout):
         if not self.active:
             return
         # the tokens from here on get the new version
-        self._begun(self._entry(RowEntry.SEQUENCE), self._entry(RowEntry.COUNT))
+        self._begin_sequences(self._entry(RowEntry.SEQUENCE), self._entry(RowEntry.COUNT))
         if recompute and self.cache is not None:
             self._read_again()
 
@@ -652,7 +652,7 @@ class Stream(Rollout):
         """
         sequences, counts = self._entry(RowEntry.SEQUENCE).tolist(), self._entry(RowEntry.COUNT).tolist()
         texts = [
-            followed_by(self._texts[sequence], self.responses.tokens[sequence, : count - 1])
+            append_tokens(self._texts[sequence], self.responses.tokens[sequence, : count - 1])
             for sequence, count in zip(sequences, counts, strict=True)
         ]
         first = 0

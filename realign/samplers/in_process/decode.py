@@ -27,8 +27,8 @@ from realign.errors import ConfigError
 from realign.functional.logprobs import LMHead
 from realign.models.device import free_bytes
 from realign.models.network.decoder import DTYPE, Decoder, SlotCache
-from realign.models.network.images import PromptInput, followed_by
-from realign.samplers.in_process.draw import joined, sample, uniforms
+from realign.models.network.images import PromptInput, append_tokens
+from realign.samplers.in_process.draw import join_draws, sample, uniforms
 from realign.samplers.in_process.settings import InProcessSampling
 
 MARGIN = 8
@@ -202,19 +202,19 @@ class Rollout:
         start, hidden, sequences, keys = self.active, [], [], []
         while self.waiting:
             most = min(self.slots - self.active, cache.room(self.waiting.next_length))
-            if most == 0 or (begun := self.waiting.begin(most)) is None:
+            if most == 0 or (started := self.waiting.begin(most)) is None:
                 break
-            count, read = len(begun.keys), begun.read
+            count, read = len(started.keys), started.read
             cache.fill(self.active, self.active + count, read.state)
             if self.experts is not None and read.chosen_PW is not None:
-                self.experts.begin(begun.sequences.tolist(), read.chosen_PW)
+                self.experts.begin(started.sequences.tolist(), read.chosen_PW)
             # of the last prompt token: `_record` samples the first token of the response, and advances the position
-            self.rows[RowEntry.POSITION, self.active : self.active + count] = begun.length - 1
-            self.rows[RowEntry.COUNT, self.active : self.active + count] = begun.sampled
-            self.longest = max(self.longest, begun.length)
+            self.rows[RowEntry.POSITION, self.active : self.active + count] = started.length - 1
+            self.rows[RowEntry.COUNT, self.active : self.active + count] = started.sampled
+            self.longest = max(self.longest, started.length)
             hidden.append(read.hidden_H.expand(count, -1))
-            sequences.append(begun.sequences)
-            keys.append(begun.keys)
+            sequences.append(started.sequences)
+            keys.append(started.keys)
             self.active += count
         if not sequences:  # longer prompts left fewer slots
             return
@@ -223,18 +223,18 @@ class Rollout:
         rows[RowEntry.CELL] = rows[RowEntry.SEQUENCE] * self.config.max_new_tokens + rows[RowEntry.COUNT]
         rows[RowEntry.KEY] = torch.cat(keys)
         self.numbers_used = AT_ONCE  # the numbers drawn ahead lack these rows
-        self._begun(rows[RowEntry.SEQUENCE], rows[RowEntry.COUNT])
+        self._begin_sequences(rows[RowEntry.SEQUENCE], rows[RowEntry.COUNT])
         self._record(torch.cat(hidden), start)
         self._retire_ended(start)  # the first token may be a stop token, and a decode step would write after it
 
-    def _begun(self, sequences_B: Tensor, counts_B: Tensor) -> None:
+    def _begin_sequences(self, sequences_B: Tensor, counts_B: Tensor) -> None:
         """Process sequences that just got slots, with their numbers of tokens; a hook for subclasses."""
 
     def _interrupt(self) -> None:
         """Return the last row to the queue, since the others need its memory. It continues when there is room."""
         row = self.rows[:, self.active - 1]
         sequence, sampled = row[[RowEntry.SEQUENCE, RowEntry.COUNT]].tolist()
-        text = followed_by(self._texts[sequence], self.responses.tokens[sequence, :sampled])
+        text = append_tokens(self._texts[sequence], self.responses.tokens[sequence, :sampled])
         last_row = slice(self.active - 1, self.active)
         # copies, since another sequence will use this column of `rows`
         keys = self.rows[RowEntry.KEY, last_row].clone()
@@ -325,12 +325,12 @@ class Rollout:
         """Sample a token for each of the last B active rows, which have `counts_B` tokens so far; see `sample`."""
         rows = max(1, LOGIT_ELEMENTS // len(self.head.weight_VH))
         parts = [
-            sample(self._logits(h), self.config, u, blocked_NV=self.stopping.blocked(c), exact=self.head.exact)
+            sample(self._logits(h), self.config, u, blocked_NV=self.stopping.block_tokens(c), exact=self.head.exact)
             for h, c, u in zip(
                 hidden_BH.split(rows), counts_B.split(rows), self._uniforms(counts_B).split(rows), strict=True
             )
         ]
-        return joined(parts)
+        return join_draws(parts)
 
     def _logits(self, hidden_NH: Tensor) -> Tensor:
         return self.head.logits(hidden_NH) if self.head.exact is None else self.head.exact.logits(hidden_NH)
@@ -412,7 +412,7 @@ class WaitingQueue:
         """Number of tokens of the first text."""
         return len(self._prompts[0].text)
 
-    def sampled(self, sequence: int) -> int:
+    def count_sampled(self, sequence: int) -> int:
         """Return how many tokens of a waiting response have been sampled."""
         return self._prompt_of(sequence).sampled
 
@@ -424,9 +424,9 @@ class WaitingQueue:
         if not self._prompts or (read := self._prompts[0].read) is None:
             return None
         prompt = self._prompts[0]
-        begun = StartedResponses(read, len(prompt.text), prompt.sequences[:most], prompt.keys[:most], prompt.sampled)
+        started = StartedResponses(read, len(prompt.text), prompt.sequences[:most], prompt.keys[:most], prompt.sampled)
         self._keep(prompt, prompt.sequences[most:], prompt.keys[most:])
-        return begun
+        return started
 
     def remove(self, sequence: int) -> None:
         """Remove the response with this row of `Rollout.responses`."""
@@ -573,7 +573,7 @@ class Stopping:
         self._tokenizer = tokenizer
         self._tail = MARGIN + max((len(s.encode()) for s in self.strings), default=0)
 
-    def blocked(self, counts_B: Tensor) -> Tensor | None:
+    def block_tokens(self, counts_B: Tensor) -> Tensor | None:
         """Return the tokens that rows with `counts_B` tokens must not sample, [B, V] bool; None if all are
         allowed.
         """

@@ -77,10 +77,10 @@ def sample(
     parts = [
         _sample(logits_NV[i : i + rows], config, u, b, exact) for i, u, b in zip(starts, uniforms, blocked, strict=True)
     ]
-    return joined(parts)
+    return join_draws(parts)
 
 
-def joined(parts: Sequence[tuple[Tensor, Tensor, list[Tensor]]]) -> tuple[Tensor, Tensor, list[Tensor]]:
+def join_draws(parts: Sequence[tuple[Tensor, Tensor, list[Tensor]]]) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Join results of `sample`."""
     if len(parts) == 1:
         return parts[0]
@@ -135,19 +135,19 @@ def draw(probs_NV: Tensor, uniform_N: Tensor) -> Tensor:
     if words <= (FEW_WORDS if probs_NV.device.type == "cpu" else BLOCK):
         sums_NV = _running_sum(probs_NV)
         # times the last sum, since probabilities add up to 1 only up to rounding
-        return _passed(sums_NV, uniform_N1 * sums_NV[:, -1:])[:, 0]
+        return _first_above(sums_NV, uniform_N1 * sums_NV[:, -1:])[:, 0]
     full = words // BLOCK
     blocks_NB = probs_NV[:, : full * BLOCK].unflatten(-1, (full, BLOCK)).sum(-1, dtype=torch.float64)
     rest_N1 = probs_NV[:, full * BLOCK :].sum(-1, keepdim=True, dtype=torch.float64)
     sums_NB = _running_sum(torch.cat([blocks_NB, rest_N1], -1))
     target_N1 = uniform_N1 * sums_NB[:, -1:]
-    block_N1 = _passed(sums_NB, target_N1)
+    block_N1 = _first_above(sums_NB, target_N1)
     before_N1 = F.pad(sums_NB, (1, 0)).gather(-1, block_N1)
     tokens_NK = block_N1 * BLOCK + torch.arange(BLOCK, device=probs_NV.device)
     tokens_NK.clamp_(max=words - 1)  # the last block is shorter: repeat its last token
     sums_NK = _running_sum(probs_NV.gather(-1, tokens_NK)).add_(before_N1)
     # Two sums of a block may differ by rounding: keep the target below the end of this sum.
-    inner_N1 = _passed(sums_NK, target_N1.minimum(sums_NK[:, -1:] * (1 - 2**-52)))
+    inner_N1 = _first_above(sums_NK, target_N1.minimum(sums_NK[:, -1:] * (1 - 2**-52)))
     return tokens_NK.gather(-1, inner_N1)[:, 0]
 
 
@@ -198,7 +198,7 @@ def product_of_ones(x_NK: Tensor) -> Tensor:
     return x_NK.double() @ ones_KK.triu_()
 
 
-def _passed(sums_NK: Tensor, target_N1: Tensor) -> Tensor:
+def _first_above(sums_NK: Tensor, target_N1: Tensor) -> Tensor:
     """Return the first index [N, 1] at which the cumulative sum exceeds the target."""
     # A token with probability 0 ends at the sum of the token before it. With `right=True` not even a 0 draws it.
     place_N1 = torch.searchsorted(sums_NK, target_N1, right=True)
@@ -218,29 +218,29 @@ def response_keys(seed: int, ids: Iterable[Hashable], n: int) -> Tensor:
         n: responses per prompt.
     """
     prompts_P = torch.tensor([derive_seed(seed, "response", str(i)) for i in ids], dtype=torch.int64)
-    return _mixed(prompts_P[:, None] + torch.arange(1, n + 1) * _signed(GAMMA)).flatten()
+    return _mix(prompts_P[:, None] + torch.arange(1, n + 1) * _to_int64(GAMMA)).flatten()
 
 
 def uniforms(keys_B: Tensor, first_B: Tensor, count: int) -> Tensor:
     """Return uniform numbers [K, B] float64 in [0, 1) for `count` (= K) tokens per sequence, from `first_B` on."""
     places_KB = first_B + torch.arange(1, count + 1, device=keys_B.device)[:, None]
-    bits_KB = _mixed(places_KB.mul_(_signed(GAMMA)).add_(keys_B))
+    bits_KB = _mix(places_KB.mul_(_to_int64(GAMMA)).add_(keys_B))
     # the upper 53 bits, as many as the mantissa of fp64 has: nothing is rounded, so the result stays below 1
-    return _shifted(bits_KB, 11).double().mul_(2.0**-53)
+    return _shift_right(bits_KB, 11).double().mul_(2.0**-53)
 
 
-def _mixed(z: Tensor) -> Tensor:
+def _mix(z: Tensor) -> Tensor:
     """Apply SplitMix64's output function to `z` in place."""
     for bits, factor in _FACTORS:
-        z.bitwise_xor_(_shifted(z, bits)).mul_(_signed(factor))
-    return z.bitwise_xor_(_shifted(z, 31))
+        z.bitwise_xor_(_shift_right(z, bits)).mul_(_to_int64(factor))
+    return z.bitwise_xor_(_shift_right(z, 31))
 
 
-def _shifted(z: Tensor, bits: int) -> Tensor:
+def _shift_right(z: Tensor, bits: int) -> Tensor:
     """Shift right logically, as if `z` were unsigned."""
     return (z >> bits).bitwise_and_((1 << 64 - bits) - 1)
 
 
-def _signed(x: int) -> int:
+def _to_int64(x: int) -> int:
     """Return the int64 with the same bits as `x`; int64 products wrap around like unsigned ones."""
     return x - (1 << 64) if x >= 1 << 63 else x

@@ -75,20 +75,20 @@ def generate(
         ConfigError: stop settings are invalid, or the model does not read images.
         RunError: a log-prob is not finite.
     """
-    prompts = checked_prompts(model.module, data, config, model.images)
+    prompts = check_prompts(model.module, data, config, model.images)
     length = int(data.lengths[PROMPTS].flat.max(initial=0)) + config.max_new_tokens
     with ExitStack() as stack:
         stack.enter_context(_evaluating(model.module))
         stack.enter_context(frozen_casts_kept(model.module))
         cores = Cores(model.module)
         stack.callback(cores.give_back)
-        decoder, head = model.prepared(length, cores)
+        decoder, head = model.prepare(length, cores)
         device = head.weight_VH.device
         stopping = Stopping(config, eos_token_ids, tokenizer, len(head.weight_VH), device)
         rollout = Rollout(decoder, head, config, stopping, sampling)
         sequences_S = rollout.add([p.to(device) for p in prompts], response_keys(seed, data.ids, config.n))
         responses = rollout.run()
-    out = packed(data, responses, config.n)
+    out = pack_responses(data, responses, config.n)
     if rollout.masks is not None:
         out = with_masks(out, rollout.masks.of(sequences_S.tolist()))
     if rollout.experts is None:
@@ -96,7 +96,7 @@ def generate(
     return with_experts(out, rollout.experts.of(sequences_S.tolist(), responses.lengths.tolist()))
 
 
-def checked_prompts(
+def check_prompts(
     model: Any, data: SequenceSample, config: GenerationConfig, images: ImageInputs | None
 ) -> list[PromptInput]:
     """Return the prompts, one per id.
@@ -170,7 +170,7 @@ def check_logprobs(logprobs: Tensor) -> None:
         )
 
 
-def packed(data: SequenceSample, responses: Responses, n: int) -> SequenceSample:
+def pack_responses(data: SequenceSample, responses: Responses, n: int) -> SequenceSample:
     """Pack prompts and responses, n sequences per id, on the device of the prompts; see `generate`."""
     check_logprobs(responses.logprobs)
     device = data[PROMPTS].device

@@ -95,7 +95,7 @@ class RolloutModel:
             exact=network.exact if isinstance(network.exact, ExactModel) else None,
         )
 
-    def prepared(self, length: int, cores: Cores) -> tuple[Decoder, LMHead]:
+    def prepare(self, length: int, cores: Cores) -> tuple[Decoder, LMHead]:
         """Build decoder and head of a rollout from the current weights, which are cast and joined once for all steps.
 
         Args:
@@ -111,13 +111,13 @@ class RolloutModel:
         if self.own_cache is not None:
             return self.own_cache, head
         if self.fusion is None:
-            return PackedDecoder(cores.saved_by(ModuleTrunk(self.module)), self.routers, self.images), head
+            return PackedDecoder(cores.wrap(ModuleTrunk(self.module)), self.routers, self.images), head
         trunk = self.fusion.trunk(length, dtype)
         head = replace(head, weight_VH=for_few_rows(head.weight_VH.detach()))
         paged = self.routers is None and isinstance(trunk, FusedTrunk) and trunk.runs_paged
         replays = isinstance(trunk, FusedTrunk) and self.fusion.path.now is DecodePath.graphs
         graphs = DecodeGraphs(trunk, Capture(device)) if replays else None
-        return PackedDecoder(cores.saved_by(trunk), self.routers, self.images, paged=paged, graphs=graphs), head
+        return PackedDecoder(cores.wrap(trunk), self.routers, self.images, paged=paged, graphs=graphs), head
 
 
 def product_dtype(device: torch.device) -> torch.dtype:
@@ -140,7 +140,7 @@ class Cores:
         self._on_cpu = next(module.parameters()).device.type == "cpu"
         self._threads = self._now = torch.get_num_threads()
 
-    def saved_by(self, trunk: Trunk) -> Trunk:
+    def wrap(self, trunk: Trunk) -> Trunk:
         """Wrap the trunk, so that each pass sets its number of cores."""
         if not self._on_cpu:
             return trunk

@@ -195,7 +195,7 @@ class Delivery:
         elif (await self._facts(server)).receives and self.weights.digest is not None:
             await server.call(self._protocol.load_received(server.http, await self._receive(server), self.label))
         else:
-            await server.call(self._protocol.load(server.http, await self._published(), self.label))
+            await server.call(self._protocol.load(server.http, await self._publish(), self.label))
         # Asked again after the load: a server that restarted meanwhile has another label.
         self._compare(server, await server.call(self._protocol.label(server.http)))
 
@@ -233,12 +233,12 @@ class Delivery:
             except (Unavailable, Refused) as error:
                 why = reason_of(error)
             logger.warning("%s: the server at %s gets all weights, since %s", self._name, server.url, why)
-        received = await server.call(self._protocol.receive(server.http, await self._published()))
+        received = await server.call(self._protocol.receive(server.http, await self._publish()))
         if received.digest != weights.digest:
             raise Unavailable(f"its weights have the checksum {received.digest}, those of the run {weights.digest}")
         return received.paths
 
-    async def _published(self) -> Path:
+    async def _publish(self) -> Path:
         """Return the model folder that servers load."""
         async with self._publishing:
             return await asyncio.to_thread(self.weights.publish)

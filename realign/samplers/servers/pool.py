@@ -177,7 +177,7 @@ class ServerPool:
         """Return the dtypes in which servers compute, as far as they are known."""
         return {server.facts.dtype for server in self._servers if server.facts is not None and server.facts.dtype}
 
-    def sampled(self) -> list[Sampled]:
+    def take_uncompared(self) -> list[Sampled]:
         """Return the responses under the current weights that were not compared with the trainer yet."""
         return [sampled for server in self._servers if (sampled := self._delivery.take_sampled(server)) is not None]
 

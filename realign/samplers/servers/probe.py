@@ -69,7 +69,7 @@ class Probe:
         """Return the log-probs of the text under the weights of the trainer; none if it cannot score."""
         if not self.ids or not isinstance(source, Scores):
             return []
-        return _scored(source, [self.ids])[0]
+        return _score(source, [self.ids])[0]
 
     def expect(self, logprobs: list[float]) -> None:
         """Use the log-probs of new weights, as `measure` returned them."""
@@ -113,7 +113,7 @@ class Probe:
         if not sampled:
             return
         assert isinstance(source, Scores)  # there are no responses otherwise
-        for out, logprobs in zip(sampled, _scored(source, [out.ids for out in sampled]), strict=True):
+        for out, logprobs in zip(sampled, _score(source, [out.ids for out in sampled]), strict=True):
             own = logprobs[-len(out.logprobs) :]
             gap = sum(abs(a - b) for a, b in zip(own, out.logprobs, strict=True)) / len(own)
             if not gap <= LARGEST_SAMPLED:
@@ -125,7 +125,7 @@ class Probe:
                 )
 
 
-def _scored(source: Scores, texts: Sequence[list[int]]) -> list[list[float]]:
+def _score(source: Scores, texts: Sequence[list[int]]) -> list[list[float]]:
     """Return the log-probs of texts without their first token, at temperature 1."""
     names = [f"probe {i}" for i in range(len(texts))]
     sample = SequenceSample.from_sequences(names, {"input_ids": [[text] for text in texts]})

@@ -291,9 +291,9 @@ async def _answer(
     what = f"{method} {path}: status {status}"
     # These say that the same request may succeed later: time-out, too early, too many requests.
     if status >= 500 or status in (408, 425, 429):
-        raise Unavailable(f"{what}: {_shown(content)}")
+        raise Unavailable(f"{what}: {_shorten(content)}")
     if status >= 300:  # redirects are not followed
-        raise Refused(f"{what}: {_shown(content)}")
+        raise Refused(f"{what}: {_shorten(content)}")
     if text:
         return content.decode("utf-8", "replace")
     if not content:
@@ -301,7 +301,7 @@ async def _answer(
     try:
         return json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise Unavailable(f"{what}, but the answer is not valid JSON: {_shown(content)}") from error
+        raise Unavailable(f"{what}, but the answer is not valid JSON: {_shorten(content)}") from error
 
 
 async def _read(
@@ -326,12 +326,12 @@ async def _read(
     return answer.status_code, bytes(content)
 
 
-def _shown(content: bytes) -> str:
+def _shorten(content: bytes) -> str:
     text = " ".join(content[: 4 * _SHOWN].decode("utf-8", "replace").split())
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
-def checked_part(
+def check_part(
     ids: Any, logprobs: Any, reason: Any, ask: Ask, label: str | None = None, kept: Any = ()
 ) -> ResponsePart:
     """Return the tokens of an answer.
@@ -358,11 +358,11 @@ def checked_part(
     stops = () if ask.config.fixed_length else ask.stop_ids
     if (ended := next((token for token in ids[:-1] if token in stops), None)) is not None:
         raise Unavailable(f"the answer continues after the end token {ended}")
-    kept = _checked_masks(kept, ids, ask) if ask.config.sampling_replay else []
+    kept = _check_masks(kept, ids, ask) if ask.config.sampling_replay else []
     return ResponsePart(ids, [min(float(x), 0.0) for x in logprobs], end, label, kept)
 
 
-def _checked_masks(kept: Any, ids: Sequence[int], ask: Ask) -> list[list[int]]:
+def _check_masks(kept: Any, ids: Sequence[int], ask: Ask) -> list[list[int]]:
     if not isinstance(kept, list) or len(kept) != len(ids):
         raise Unavailable(f"the answer has no sampling mask for each of its {len(ids)} tokens: {_brief(kept)}")
     for mask, token in zip(kept, ids, strict=True):
@@ -373,7 +373,7 @@ def _checked_masks(kept: Any, ids: Sequence[int], ask: Ask) -> list[list[int]]:
     return kept
 
 
-def checked_scores(logprobs: Any, ids: Sequence[int]) -> list[float]:
+def check_scores(logprobs: Any, ids: Sequence[int]) -> list[float]:
     """Return the log-probs of a text without its first token.
 
     Raises:

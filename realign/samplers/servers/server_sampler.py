@@ -94,7 +94,7 @@ class ServerSampler:
             stop_ids: end tokens of the model.
             folders: writes the weights.
             probe: compares the weights of servers and trainer, if `source` can score its text.
-            alone: compare the responses of `sampled` with the trainer. Several ranks do this together.
+            alone: compare the responses of `take_uncompared` with the trainer. Several ranks do this together.
 
         Raises:
             ConfigError: a server cannot be started, or rejects the weights.
@@ -108,7 +108,7 @@ class ServerSampler:
         self._updates = 0
         rank = check_adapter(self._setting, settings, source)
         base = None if rank is None else BaseModel(folders.root / BASE, rank)
-        weights, probed = written(settings, source, folders, probe, 0)
+        weights, probed = write_update(settings, source, folders, probe, 0)
         probe.expect(probed)
         self._delivery = Delivery(self._setting, settings, probe, weights, base)
         self._pool = ServerPool(self._setting, settings, self._delivery, self._folders.root, self._end)
@@ -164,7 +164,7 @@ class ServerSampler:
         self._updates += 1
         self._learn_dtype()
         try:
-            weights, probed = written(self._settings, source, self._folders, self._probe, self._updates)
+            weights, probed = write_update(self._settings, source, self._folders, self._probe, self._updates)
         except TransientError as error:
             self._wait(self._pool.give_up(error))
             return
@@ -195,20 +195,20 @@ class ServerSampler:
         self._wait(self._pool.wake())
         self._check_sampled()
 
-    def sampled(self) -> list[Sampled]:
+    def take_uncompared(self) -> list[Sampled]:
         """Return the responses by which servers are compared with the trainer, each once; see `Probe`."""
         if self._error is not None:  # the next call that samples raises it
             return []
 
         async def take() -> list[Sampled]:
-            return self._pool.sampled()
+            return self._pool.take_uncompared()
 
         return self._wait(take())
 
     def _check_sampled(self) -> None:
         """Compare responses of servers with the trainer, whose weights they have now."""
         if self._alone:
-            self._probe.check_sampled(self._source, self.sampled())
+            self._probe.check_sampled(self._source, self.take_uncompared())
 
     def close(self) -> None:
         """See `Sampler.close`; ends the servers that the run started."""
@@ -284,7 +284,7 @@ class ServerSampler:
     async def _complete(self, handle: FutureHandle) -> None:
         """Sample the response of a handle, and complete the handle."""
         try:
-            completion = await self._sampled(handle.request)
+            completion = await self._sample(handle.request)
         except asyncio.CancelledError:
             raise
         except BaseException as error:
@@ -293,7 +293,7 @@ class ServerSampler:
         if handle.future.set_running_or_notify_cancel():
             handle.future.set_result(completion)
 
-    async def _sampled(self, request: Request) -> Completion:
+    async def _sample(self, request: Request) -> Completion:
         """Sample a response, in several parts if the servers are stopped meanwhile."""
         config, prompt = request.config, request.prompt_ids.tolist()
         stop_ids = self._stop_ids if config.stop_token_ids is None else tuple(config.stop_token_ids)
@@ -351,7 +351,7 @@ def check_adapter(where: str, settings: ServerSettings, source: WeightSource) ->
     return source.adapter_rank
 
 
-def written(
+def write_update(
     settings: ServerSettings, source: WeightSource, folders: WeightFolders, probe: Probe, number: int
 ) -> tuple[Weights, list[float]]:
     """Write what servers get in an update, and return it and what the probe measured; all ranks call it."""
@@ -383,7 +383,7 @@ def check_config(config: GenerationConfig) -> None:
         )
     if config.sampling_replay and not config.top_k:
         raise ConfigError(
-            f"generation.{config.distorted()[0]}: training normalizes over the tokens that it keeps, and servers "
+            f"generation.{config.distortions()[0]}: training normalizes over the tokens that it keeps, and servers "
             "return them only if top_k limits their number. Set generation.top_k, such as 512."
         )
     if config.stop_strings and config.fixed_length:
@@ -433,7 +433,7 @@ class RankedSampler:
     def _follow(self, source: WeightSource) -> None:
         """Take part in what `ServerSampler` does with the weights."""
         with suppress(TransientError):  # rank 0 has it too, and its next call that samples says so
-            written(self._settings, source, self._folders, self._probe, self._updates)
+            write_update(self._settings, source, self._folders, self._probe, self._updates)
 
     @property
     def version(self) -> int:
@@ -486,7 +486,7 @@ class RankedSampler:
 
     def _check_sampled(self) -> None:
         """Compare responses of servers with the trainer, of which each rank may have a part."""
-        sampled = self._ranks.lead(lambda: self._leader().sampled())
+        sampled = self._ranks.lead(lambda: self._leader().take_uncompared())
         self._ranks.together(lambda: self._probe.check_sampled(self._source, sampled))
 
     def close(self) -> None:

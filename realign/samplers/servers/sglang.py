@@ -20,8 +20,8 @@ from realign.samplers.servers.protocol import (
     Refused,
     ResponsePart,
     ServerProtocol,
-    checked_part,
-    checked_scores,
+    check_part,
+    check_scores,
     get,
     item,
     items,
@@ -55,7 +55,7 @@ class SglangProtocol(ServerProtocol):
         if ask.config.sampling_replay:  # `output_token_logprobs` are those of the whole vocabulary
             kept = items(answer, "meta_info", "output_token_sampling_mask")
             logprobs = items(answer, "meta_info", "output_token_sampling_logprobs")
-        return checked_part(ids, logprobs, reason, ask, None if label is None else str(label), kept)
+        return check_part(ids, logprobs, reason, ask, None if label is None else str(label), kept)
 
     @override
     async def score(self, http: AsyncClient, ids: Sequence[int], adapter: str | None = None) -> list[float]:
@@ -64,7 +64,7 @@ class SglangProtocol(ServerProtocol):
         answer = await post(http, "/generate", body, tokens=len(ids))
         rows = items(answer, "meta_info", "input_token_logprobs")
         # The first token has no log-prob.
-        return checked_scores([item(pair, 0) for pair in rows[1:]], ids)
+        return check_scores([item(pair, 0) for pair in rows[1:]], ids)
 
     @override
     async def stop(self, http: AsyncClient) -> None:

@@ -24,8 +24,8 @@ from realign.samplers.servers.protocol import (
     ResponsePart,
     ServerFacts,
     ServerProtocol,
-    checked_part,
-    checked_scores,
+    check_part,
+    check_scores,
     get,
     item,
     items,
@@ -61,7 +61,7 @@ class VllmProtocol(ServerProtocol):
         choice = item(answer, "choices", 0)
         ids = item(choice, "token_ids")
         logprobs = item(choice, "logprobs", "token_logprobs") if ids else []
-        return checked_part(ids, logprobs, item(choice, "finish_reason"), ask)
+        return check_part(ids, logprobs, item(choice, "finish_reason"), ask)
 
     @override
     async def score(self, http: AsyncClient, ids: Sequence[int], adapter: str | None = None) -> list[float]:
@@ -70,7 +70,7 @@ class VllmProtocol(ServerProtocol):
         answer = await post(http, "/v1/completions", body, tokens=len(ids))
         rows = zip(ids, items(answer, "choices", 0, "prompt_logprobs"), strict=False)
         # The first token has no log-prob.
-        return checked_scores([item(row, str(token), "logprob") for token, row in list(rows)[1:]], ids)
+        return check_scores([item(row, str(token), "logprob") for token, row in list(rows)[1:]], ids)
 
     @override
     async def stop(self, http: AsyncClient) -> None:

@@ -31,8 +31,8 @@ from realign.samplers.servers.worker.realign_worker import (
     bits,
     changes,
     digest,
-    mapped,
-    mapped_folder,
+    map_file,
+    map_folder,
 )
 
 GUARD = Path(__file__).with_name("guard.py")
@@ -158,7 +158,7 @@ class WeightFolders:
                 own = self._write_shards(folder, source.shards())
             else:
                 own = self._write_saved(folder, source)
-            self._latest = self._compared(folder, own)
+            self._latest = self._compare(folder, own)
         return self._latest
 
     def _write_saved(self, folder: Path, source: WeightSource) -> dict[str, Tensor]:
@@ -175,14 +175,14 @@ class WeightFolders:
         def convert() -> None:
             if self._untie:
                 untie(folder)
-            saved = mapped_folder(folder)
+            saved = map_folder(folder)
             self._like = {name: x.to("meta") for name, x in saved.items()}
-            if any(x.dtype != self._sent_as(x) for x in saved.values()):
+            if any(x.dtype != self._sent_dtype(x) for x in saved.values()):
                 # Under names outside of MODEL_FILES, so that only the new files count. Their mappings stay valid after
                 # the rename.
                 old = [path.rename(path.with_name(f"saved-{path.name}")) for path in folder.glob(MODEL_FILES)]
                 self._create(folder)
-                for name, x in mapped_folder(folder, writable=True).items():
+                for name, x in map_folder(folder, writable=True).items():
                     x.copy_(saved[name])
                 for path in old:
                     path.unlink()
@@ -203,7 +203,7 @@ class WeightFolders:
 
         def fill() -> dict[str, Tensor]:
             own = {}
-            for name, x in mapped_folder(folder, writable=True).items():
+            for name, x in map_folder(folder, writable=True).items():
                 untied = name == _HEAD and name not in shards
                 shard = shards[_embeddings(shards) if untied else name]
                 if not writes(shard, self._ranks):
@@ -222,7 +222,7 @@ class WeightFolders:
         buckets: list[dict[str, Tensor]] = []
         space = 0
         for name, x in self._like.items():
-            size = x.numel() * self._sent_as(x).itemsize
+            size = x.numel() * self._sent_dtype(x).itemsize
             if space < size:
                 buckets.append({})
                 space = max(BUCKET, size)
@@ -232,7 +232,7 @@ class WeightFolders:
         for i, bucket in enumerate(buckets, 1):
             file = f"model-{i:05d}-of-{len(buckets):05d}.safetensors" if buckets[1:] else "model.safetensors"
             files |= dict.fromkeys(bucket, file)
-            facts = {name: (self._sent_as(x), x.shape) for name, x in bucket.items()}
+            facts = {name: (self._sent_dtype(x), x.shape) for name, x in bucket.items()}
             # Aligned, since ranks write through a mapping, where missing space would end the process.
             Header.of(facts, {"format": "pt"}, aligned=_ALIGNED).create(folder / file, 0o600)
         if buckets[1:]:
@@ -240,23 +240,23 @@ class WeightFolders:
         else:
             (folder / _INDEX).unlink(missing_ok=True)
 
-    def _sent_as(self, x: Tensor) -> torch.dtype:
+    def _sent_dtype(self, x: Tensor) -> torch.dtype:
         """Return the dtype in which servers get a weight of the trainer."""
         return self.dtype if self.dtype is not None and x.is_floating_point() and x.ndim > 1 else x.dtype
 
-    def _compared(self, folder: Path, own: Mapping[str, Tensor]) -> Weights:
+    def _compare(self, folder: Path, own: Mapping[str, Tensor]) -> Weights:
         """Return the weights of a folder, after all ranks have written what changed in their own part of it."""
         latest = self._latest
         if not self._deltas:
             return Weights(folder)
-        result = Weights(folder, self._ranks.lead(lambda: digest(mapped_folder(folder))), shared=self._shared)
+        result = Weights(folder, self._ranks.lead(lambda: digest(map_folder(folder))), shared=self._shared)
 
         if latest is None:
             return result
 
         def has_same_dtypes() -> bool:
-            old = mapped_folder(latest.folder)
-            return all(old[name].dtype == x.dtype for name, x in mapped_folder(folder).items())
+            old = map_folder(latest.folder)
+            return all(old[name].dtype == x.dtype for name, x in map_folder(folder).items())
 
         # The first weights have the dtype of the trainer, because no server has reported its own yet.
         if not self._ranks.lead(has_same_dtypes):
@@ -264,7 +264,7 @@ class WeightFolders:
         self._ranks.lead(lambda: result.delta.mkdir(mode=0o700))
 
         def compare() -> None:
-            old, new = mapped_folder(latest.folder), mapped_folder(folder)
+            old, new = map_folder(latest.folder), map_folder(folder)
             changed: dict[str, Tensor] = {}
             for name, shard in own.items():
                 changed |= changes(name, _part(old[name], shard), _part(new[name], shard), new[name])
@@ -345,7 +345,7 @@ def _are_saved(source: WeightSource, folder: Path) -> bool:
     """
     if not isinstance(source, HasShards):
         return False
-    shards, saved = source.shards(), mapped_folder(folder)
+    shards, saved = source.shards(), map_folder(folder)
     return shards.keys() == saved.keys() and all(_equal(shards[name], x) for name, x in saved.items())
 
 
@@ -386,7 +386,7 @@ def untie(folder: Path) -> None:
     config = json.loads(path.read_text(encoding="utf-8"))
     if not config.get("tie_word_embeddings"):
         return
-    names = {name: file for file in sorted(folder.glob(MODEL_FILES)) for name in mapped(file)}
+    names = {name: file for file in sorted(folder.glob(MODEL_FILES)) for name in map_file(file)}
     embeddings = _embeddings(names)
     file = names[embeddings]
     weights = load_file(file)

@@ -215,7 +215,7 @@ def gradient(model: Model, loss: Any) -> dict[str, Tensor]:
     network = engine.network
     names = [name for name, _ in network.named_parameters()]
     gradients = {}
-    for i, (name, own) in enumerate(zip(names, network.owned(), strict=True)):
+    for i, (name, own) in enumerate(zip(names, network.own_parameters(), strict=True)):
         if own.grad is not None:
             gradients[name] = whole(network.weights.like(own.grad, i)) if current().size > 1 else own.grad.clone()
     engine._accumulated = None

@@ -44,7 +44,7 @@ from realign.models.parts import whole
 from realign.ranks import current
 from realign.records.checkpoint.folder import CheckpointWriter, list_checkpoints
 from realign.records.checkpoint.serialize import hash_of
-from realign.runtime.ray.wire_format import mapped
+from realign.runtime.ray.wire_format import map_tree
 from realign.samplers import InProcessSampling
 from realign.samplers.in_process.compiled.fusion import Fusion
 from realign.testing import random_batch, random_preferences
@@ -93,7 +93,7 @@ def train(
 
 def whole_tree(tree: Any) -> Any:
     """Gather the tensors of a tree to the CPU. This is a collective."""
-    return mapped(tree, lambda x: whole(x.detach()).cpu())
+    return map_tree(tree, lambda x: whole(x.detach()).cpu())
 
 
 def weights_now(model: Model) -> dict[str, Tensor]:
@@ -273,7 +273,8 @@ def gradient(folder: Path, family: str = "llama", **settings: Any) -> dict[str, 
     network = machine.network
     names = [name for name, _ in network.named_parameters()]
     whole_or_part = [
-        p.grad if current().size == 1 else whole(network.weights.like(p.grad, i)) for i, p in enumerate(network.owned())
+        p.grad if current().size == 1 else whole(network.weights.like(p.grad, i))
+        for i, p in enumerate(network.own_parameters())
     ]
     return of_all_stages(dict(zip(names, whole_or_part, strict=True)))
 
@@ -387,7 +388,7 @@ def kept(
     writer = CheckpointWriter(own, 2, current())
     writer.write(2, {"engine": model.engine.state_dict(), "number": torch.tensor(3.5)})
     writer.close()
-    problems = writer.failed()
+    problems = writer.take_failures()
     found = {"problems": problems, "end": going_on(model)}
     model.engine.save(own / "saved")
     current().barrier()
@@ -462,7 +463,7 @@ def unsaved(folder: Path, own: Path) -> dict[str, Any]:
         machine.save(own / "apart")
     with torch.no_grad():
         if rank == 1:
-            machine.network.owned()[0].fill_(torch.nan)
+            machine.network.own_parameters()[0].fill_(torch.nan)
     return errors | {"nan": _message(lambda: machine.save(own / "saved"))}
 
 
@@ -509,7 +510,7 @@ def write_adapters(folder: Path) -> None:
 
 def merged_starts(folder: Path) -> dict[str, Any]:
     """Return the weights of models that start from merged adapters, and how many were merged in slices."""
-    with patch.object(merge, "_merged_unread", wraps=merge._merged_unread) as unread:
+    with patch.object(merge, "_merge_unread", wraps=merge._merge_unread) as unread:
         found: dict[str, Any] = {
             name: weights_now(load(folder, f"adapter of {name}")) for name in (*ADAPTED, "a tied head")
         }

@@ -82,7 +82,7 @@ def own_weights(folder: Path, sharding: Sharding, **settings: Any) -> dict[str, 
         counts = model.engine.train_batch(data, scenarios.BUDGET, scenarios.plain_loss, scenarios.weight)
     return {
         "names": [name.removeprefix("module.") for name, _ in network.named_parameters()],
-        "local": sum(p.numel() for p in network.owned()),
+        "local": sum(p.numel() for p in network.own_parameters()),
         "waiting": most,
         "passes": float(counts["n_microbatches"].total),
         "size": model.engine.capabilities().size,

@@ -310,8 +310,8 @@ def test_whether_rollouts_are_fused_is_found_out_with_the_weights_that_the_run_b
     train(first, random_sample(LENGTHS))
     second, found = tiny_engine(optimizer=OptimizerSpec(lr=1e-2)), []
     initial = weights(second)
-    compared = fusion._compared
-    monkeypatch.setattr(fusion, "_compared", lambda *args: found.append(weights(second)) or compared(*args))
+    compared = fusion._probe_args
+    monkeypatch.setattr(fusion, "_probe_args", lambda *args: found.append(weights(second)) or compared(*args))
     second.load_state_dict(copy.deepcopy(first.state_dict()))
     assert_same(found[0], initial, atol=0)
     assert second.state_dict()["fused"]

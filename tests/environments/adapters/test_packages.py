@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from realign.environments import load_environment
-from realign.environments.adapters import imported, reasoning_gym_rows
+from realign.environments.adapters import import_optional, reasoning_gym_rows
 from realign.errors import ConfigError
 
 ADAPTERS = "realign.environments.adapters"
@@ -27,4 +27,4 @@ def test_a_package_without_one_of_its_dependencies_keeps_its_own_error(tmp_path,
     (tmp_path / "half_a_package.py").write_text("import no_such_dependency\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ModuleNotFoundError, match="no_such_dependency"):
-        imported("half_a_package", extra="x", user="y")
+        import_optional("half_a_package", extra="x", user="y")

@@ -16,7 +16,7 @@ from realign.interfaces.components import (
     NStep,
     Rewards,
     advantage_stats,
-    normalized_advantages,
+    normalize_advantages,
 )
 from realign.testing import random_batch
 
@@ -86,7 +86,7 @@ def two_groups() -> SequenceSample:
 def test_advantages_of_responses_are_normalized_before_they_are_broadcast(norm):
     data = two_groups()
     valid_S = torch.tensor([True, True, False])
-    found_T = normalized_advantages(Estimate(advantages_S=data["rewards"]), data, valid_S, norm, identity)
+    found_T = normalize_advantages(Estimate(advantages_S=data["rewards"]), data, valid_S, norm, identity)
     want_S = norm(data["rewards"], torch.tensor([0, 0, 1]), valid_S, identity).tolist()
     assert found_T.tolist() == pytest.approx([0, want_S[0], 0, want_S[1], want_S[1], want_S[1], 0, 0])
 
@@ -94,7 +94,7 @@ def test_advantages_of_responses_are_normalized_before_they_are_broadcast(norm):
 def test_advantages_of_tokens_are_normalized_over_tokens():
     data = two_groups()
     x_T = torch.arange(8.0)
-    found_T = normalized_advantages(Estimate(advantages_T=x_T), data, torch.ones(3, dtype=torch.bool), GROUP, identity)
+    found_T = normalize_advantages(Estimate(advantages_T=x_T), data, torch.ones(3, dtype=torch.bool), GROUP, identity)
     want_T = GROUP(x_T, torch.tensor([0, 0, 0, 0, 0, 0, 1, 1]), data["loss_mask"], identity)
     assert torch.equal(found_T, want_T)
 

@@ -31,9 +31,9 @@ def test_trap_c11_a_penalty_replaces_or_is_added_as_the_flag_says(policy, want):
 
 def test_masked_responses_leave_the_loss():
     valid_S, cut_S = torch.tensor([True, True, False]), torch.tensor([True, False, True])
-    assert Truncation(mask=True).kept(valid_S, cut_S).tolist() == [False, True, False]
-    assert torch.equal(Truncation().kept(valid_S, cut_S), valid_S)
-    assert torch.equal(Truncation(mask=True).kept(valid_S, None), valid_S)
+    assert Truncation(mask=True).keep_in_loss(valid_S, cut_S).tolist() == [False, True, False]
+    assert torch.equal(Truncation().keep_in_loss(valid_S, cut_S), valid_S)
+    assert torch.equal(Truncation(mask=True).keep_in_loss(valid_S, None), valid_S)
 
 
 def test_truncated_is_needed_where_it_is_read():

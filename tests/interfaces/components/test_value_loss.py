@@ -8,7 +8,7 @@ import torch
 
 from realign.api import Model, SequenceSample, stat_values
 from realign.errors import SettingsError
-from realign.interfaces.components import ValueObjective, trained, value_stats
+from realign.interfaces.components import ValueObjective, select_trained, value_stats
 from realign.interfaces.components.value_loss import ValueLoss, value_loss
 from realign.testing import BigramEngine, random_batch
 
@@ -35,10 +35,10 @@ def test_metrics_by_hand():
 
 def test_sequences_without_a_trained_token_cost_no_pass():
     data = random_batch(0).select(KEYS)
-    kept = trained(data)
+    kept = select_trained(data)
     assert [bool(m.any()) for m in kept.sequences("loss_mask")] == [True] * kept.lengths["input_ids"].counts.sum()
     nothing = data.with_tokens(loss_mask=torch.zeros_like(data["loss_mask"]))
-    assert trained(nothing) is nothing
+    assert select_trained(nothing) is nothing
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from realign.errors import ConfigError, DataError, RealignError
 from realign.interfaces.reward_model import RewardModelInterface
 from realign.models.files.folders import read_states
 from realign.models.files.model_folder import check_hub, readable, weight_names
-from realign.runtime.models import adopt
+from realign.runtime.models import load_saved_state
 from tests.tiny import save_tiny
 
 HUGE = 10**7
@@ -119,7 +119,7 @@ def test_a_file_that_is_too_large_is_not_read(model):
 def test_an_interface_state_of_other_values_is_one_line(tmp_path, state):
     (tmp_path / "interface_state.json").write_text(json.dumps(state))
     with pytest.raises(DataError, match=r"^models\.reward: the interface state saved with the weights does not fit"):
-        adopt("reward", RewardModelInterface(), read_states(str(tmp_path))[0])
+        load_saved_state("reward", RewardModelInterface(), read_states(str(tmp_path))[0])
 
 
 def save_part(file: Path, *names: str) -> None:

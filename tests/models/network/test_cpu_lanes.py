@@ -178,7 +178,7 @@ def test_a_rollout_takes_one_core_for_small_products(monkeypatch):
         seen.append((len(ids_N), torch.get_num_threads()))
 
     cores = rollout_model.Cores(engine.module)
-    thrifty = cores.saved_by(trunk)
+    thrifty = cores.wrap(trunk)
     for rows in (1, 100_000, 5):
         thrifty(torch.zeros(rows), torch.zeros(rows), None)
     monkeypatch.setattr(rollout_model, "SMALL_PRODUCT", 0)

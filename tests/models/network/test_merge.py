@@ -149,7 +149,7 @@ def test_a_family_that_cannot_untie_its_embeddings_is_refused_or_right(tmp_path,
 def test_a_merge_that_changes_the_model_is_refused(tmp_path, monkeypatch):
     base = save_tiny(tmp_path / "base", tie_word_embeddings=True)
     save_adapter(base, tmp_path / "adapter", LoraConfig(**KINDS["head"], task_type="CAUSAL_LM"))
-    monkeypatch.setattr(merge, "_shared_and_adapted", lambda module: [])  # merges into both, as before
+    monkeypatch.setattr(merge, "_find_shared_and_adapted", lambda module: [])  # merges into both, as before
     with pytest.raises(DataError, match=r"cannot be merged: the logits of the merged model differ by \d\.\de"):
         merged(base, tmp_path / "adapter")
 

@@ -151,7 +151,7 @@ def test_errors_name_the_setting(tmp_path):
         check_config(config)
     with pytest.raises(SettingsError, match="layers=1: q_heads read the trunk's last hidden states"):
         ValueHead(layers=1, q_heads=QHeads())
-    assert config.distorted() == ["advantage_scale=0.5"]
+    assert config.distortions() == ["advantage_scale=0.5"]
     assert plain.capabilities().outputs == {"logprobs", "values", "scores"}
     assert (
         load(folder).capabilities().outputs

@@ -279,7 +279,7 @@ def test_a_kernel_that_aligns_queries_with_the_first_keys_shares_nothing(monkeyp
 
 
 def test_the_probe_refuses_shared_keys_that_are_lost(monkeypatch):
-    monkeypatch.setattr("realign.models.network.attention._joined", lambda pieces, before, own: pieces[own])
+    monkeypatch.setattr("realign.models.network.attention._join_pieces", lambda pieces, before, own: pieces[own])
     with pytest.raises(ConfigError, match=r"'llama' cannot share prompts: .* Set shared_prompts=off"):
         tiny_engine("llama")
     assert tiny_engine("llama", shared_prompts=SharedPrompts.off)

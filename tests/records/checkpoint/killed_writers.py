@@ -101,7 +101,7 @@ def every_point(folder):
                 writer.write(9, tree(9))
                 writer.close()
                 record["next"] = [path.name for path in sorted(folder.iterdir()) if path.name != FILES]
-                record["failed"] = writer.failed()
+                record["failed"] = writer.take_failures()
                 seen.append(record)
                 if not killed:
                     break

@@ -43,7 +43,7 @@ def test_the_last_ones_stay(tmp_path):
     writer.close()
     assert names(tmp_path) == ["step_000004", "step_000005"]
     assert all(is_tree(c.read(), c.step) for c in list_checkpoints(tmp_path))
-    assert writer.failed() == []
+    assert writer.take_failures() == []
 
 
 def test_the_best_one_stays_until_another_is(tmp_path):
@@ -133,10 +133,10 @@ def test_a_full_disk_leaves_the_old_checkpoint_and_says_so(tmp_path, monkeypatch
             patch.setattr(HashedFile, "write", lambda *args: full(*args))
         writer.write(2, tree(2))
         writer.close()
-    [message] = writer.failed()
+    [message] = writer.take_failures()
     assert message.startswith("Checkpoint at step 2 failed (")
     assert "No space left on device" in message
-    assert writer.failed() == []
+    assert writer.take_failures() == []
     if (call, at) == ("fsync", 5):  # the last call: the folder has its name, which may not be on disk
         assert names(tmp_path) == ["step_000001", "step_000002"]
     else:
@@ -145,7 +145,7 @@ def test_a_full_disk_leaves_the_old_checkpoint_and_says_so(tmp_path, monkeypatch
     assert is_tree(list_checkpoints(tmp_path)[0].read(), 1)
     writer.write(3, tree(3))
     writer.close()
-    assert writer.failed() == []
+    assert writer.take_failures() == []
     assert names(tmp_path) == ["step_000003"]
 
 
@@ -154,7 +154,7 @@ def test_the_first_checkpoint_that_fails_says_that_there_is_none(tmp_path, monke
     writer = CheckpointWriter(tmp_path, keep=1)
     writer.write(1, tree(1))
     writer.close()
-    assert writer.failed()[0].endswith("Last good checkpoint: none.")
+    assert writer.take_failures()[0].endswith("Last good checkpoint: none.")
 
 
 def test_an_old_checkpoint_that_cannot_be_removed_is_no_failed_write(tmp_path, monkeypatch):
@@ -167,7 +167,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_no_failed_write(tmp_path, m
     monkeypatch.setattr(OwnFiles, "remove", stuck)
     writer.write(2, tree(2))
     writer.close()
-    assert "no longer needed could not be removed" in writer.failed()[0]
+    assert "no longer needed could not be removed" in writer.take_failures()[0]
     assert is_tree(newest(tmp_path, refuse)[1], 2)
 
 
@@ -182,7 +182,7 @@ def test_a_checkpoint_with_a_file_of_somebody_else_gets_another_name(tmp_path, s
         warnings.simplefilter("always")
         writer.write(step, tree(2))
         writer.close()
-    [message] = writer.failed() or [str(warning.message) for warning in told]
+    [message] = writer.take_failures() or [str(warning.message) for warning in told]
     assert "notes.txt was not written by" in message
     assert "was moved to" in message
     assert names(tmp_path) == sorted(["step_000001.1", f"step_{step:06d}"])

@@ -19,7 +19,7 @@ from realign.records.checkpoint.folder import (
     CorruptCheckpoint,
     list_checkpoints,
     newest,
-    rendered_manifest,
+    render_manifest,
     write_checkpoint,
 )
 from tests.records.checkpoint.trees import is_tree, names, refuse, written
@@ -140,7 +140,7 @@ def rewritten(checkpoint, **changes):
     path = checkpoint.path / "manifest.json"
     manifest = json.loads(path.read_text())
     del manifest["sha256"]
-    path.write_bytes(rendered_manifest({**manifest, **changes}))
+    path.write_bytes(render_manifest({**manifest, **changes}))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 from matplotlib.axes import Axes
 
 from realign.api import Panel
-from realign.records.metrics.curves import FURTHER, HELD_OUT, TRAINING, colors, draw_curves, smoothed, split_unit
+from realign.records.metrics.curves import FURTHER, HELD_OUT, TRAINING, colors, draw_curves, smooth_curve, split_unit
 
 
 def test_training_and_evaluation_have_their_colors_and_no_two_metrics_share_one():
@@ -18,15 +18,15 @@ def test_training_and_evaluation_have_their_colors_and_no_two_metrics_share_one(
 
 
 def test_short_curves_are_not_smoothed():
-    assert smoothed([1.0, 5.0] * 20) is None
+    assert smooth_curve([1.0, 5.0] * 20) is None
 
 
 def test_smoothing_keeps_a_straight_line_and_reduces_noise():
     line = [0.5 * i for i in range(100)]
-    averages = smoothed(line)
+    averages = smooth_curve(line)
     assert averages is not None
     assert averages[5:-5] == pytest.approx(line[5:-5])
-    noisy = smoothed([1.0 if i % 2 else -1.0 for i in range(300)])
+    noisy = smooth_curve([1.0 if i % 2 else -1.0 for i in range(300)])
     assert noisy is not None
     assert max(map(abs, noisy[20:-20])) < 0.2
 
@@ -34,7 +34,7 @@ def test_smoothing_keeps_a_straight_line_and_reduces_noise():
 def test_values_that_are_not_finite_do_not_spread():
     values = [1.0] * 100
     values[50] = math.nan
-    assert smoothed(values) == [1.0] * 100
+    assert smooth_curve(values) == [1.0] * 100
 
 
 @pytest.mark.parametrize(

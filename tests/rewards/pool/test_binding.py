@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from realign.errors import ConfigError
 from realign.rewards import RewardPool
-from realign.rewards.pool.binding import CONVENTIONS, Scored, bound, named_arguments
+from realign.rewards.pool.binding import CONVENTIONS, Scored, bind, named_arguments
 
 ROOT = Path(__file__).parents[3]
 VERL = {
@@ -30,7 +30,7 @@ PROMPT = "system\nAdd.\nuser\n2+2=\nassistant\n"
 def called(function, rows=(VERL,), responses=("4",), prompt=PROMPT, ids=((1, 2), (3,))):
     """Return what a function gets in its first call."""
     seen = {}
-    binding = bound(recording(function, seen), "f")
+    binding = bind(recording(function, seen), "f")
     scored = [Scored(prompt, response, row, *ids) for response, row in itertools.product(responses, rows)]
     arguments, keywords = binding.arguments(scored)
     recording(function, seen)(*arguments, **keywords)
@@ -122,7 +122,7 @@ def test_the_names_say_whose_function_it_is_and_what_it_gets(function, received)
 )
 def test_names_of_nobody_or_of_several_are_refused_and_the_message_says_what_would_work(function, message):
     with pytest.raises(ConfigError, match=message) as caught:
-        bound(function, "f")
+        bind(function, "f")
     assert "\n" not in str(caught.value)
 
 
@@ -138,7 +138,7 @@ def test_any_order_of_a_tools_names_with_any_columns_gets_what_the_names_say(con
     row |= {"reward_model": VERL["reward_model"], "prompt": MESSAGES, "extra_info": {}, "info": {}}
     namespace = {}
     exec(f"def f({', '.join(names)}): return dict({', '.join(f'{n}={n}' for n in names)})", namespace)
-    binding = bound(namespace["f"], "f")
+    binding = bind(namespace["f"], "f")
     scored = [Scored(PROMPT, response, row, (1,), (2, 3)) for response in ("4", "5")][: 1 + binding.returns_list]
     arguments, keywords = binding.arguments(scored)
     seen = namespace["f"](*arguments, **keywords)
@@ -159,12 +159,12 @@ def test_any_order_of_a_tools_names_with_any_columns_gets_what_the_names_say(con
 
 
 def test_a_column_that_is_missing_is_named_with_those_that_exist():
-    binding = bound(lambda completion, solution, question: 0.0, "f")
-    assert binding.missing([{"answer": "4", "solutions": "x"}]) == (
+    binding = bind(lambda completion, solution, question: 0.0, "f")
+    assert binding.describe_missing([{"answer": "4", "solutions": "x"}]) == (
         "reward function 'f' asks for 'solution', which is no column. Columns: answer, solutions. verifiers passes "
         "(prompt, completion, info). Did you mean 'solutions'?"
     )
-    assert binding.missing([{"solution": 1, "question": 2}]) == ""
+    assert binding.describe_missing([{"solution": 1, "question": 2}]) == ""
     found = answers(lambda response, answer: float(response == answer), [{"answer": "4"}, {}], ["4", "4"])
     assert found.values == [1.0, None]
     assert "asks for 'answer', which is no column. Columns: none" in found.failures[0].message
@@ -308,7 +308,7 @@ def test_the_description_says_what_is_passed_and_how_often():
     }
     for text, function in texts.items():
         assert (
-            bound(function, f"file.py:{getattr(function, '__name__', '').replace('<lambda>', 'f')}").describe() == text
+            bind(function, f"file.py:{getattr(function, '__name__', '').replace('<lambda>', 'f')}").describe() == text
         )
 
 

@@ -250,7 +250,7 @@ class Shift(Prepared):
     def __init__(self, times: int = 0) -> None:
         self.times = times
 
-    def prepared(self) -> "Shift":
+    def prepare(self) -> "Shift":
         if self.times < 0:
             raise ConfigError("the machine lacks something")
         return Shift(self.times + 1)

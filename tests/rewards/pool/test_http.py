@@ -21,7 +21,7 @@ from realign.rewards import FailureKind, RewardPool, load_function
 from realign.rewards.pool import http
 from realign.rewards.pool import pool as pool_module
 from realign.rewards.pool.http import HttpReward, OpenRlhfReward, Unreachable
-from realign.rewards.pool.secrets import masked
+from realign.rewards.pool.secrets import redact
 from realign.rewards.pool.worker import Expected, Problem, RewardCall
 from realign.rewards.pool.worker import answer as worker_answer
 from realign.rewards.terms import FunctionTerm, Openrlhf
@@ -314,7 +314,7 @@ def test_other_schemes_are_refused(scheme):
 
 @pytest.mark.parametrize("query", ["max_tokens=100", "key=3", "model=judge&n=1", "monkey=abc", "", "author=x"])
 def test_ordinary_parameters_stay(query):
-    assert masked(HttpReward(f"http://host/x?{query}").url) == f"http://host/x?{query}"
+    assert redact(HttpReward(f"http://host/x?{query}").url) == f"http://host/x?{query}"
 
 
 def test_a_secret_of_the_environment_reaches_the_server_only_if_it_is_allowed_by_name(monkeypatch):

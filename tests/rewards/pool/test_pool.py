@@ -269,9 +269,9 @@ def test_chunks_shrink_to_what_fits_a_slice_and_grow_again():
     todo = _Todo(range(1000), workers=2)
     first = todo.next()
     assert first == list(range(16))
-    todo.answered(first, 2)
+    todo.mark_answered(first, 2)
     assert todo.next() == [2, 3]
-    todo.answered([2, 3], 2)
+    todo.mark_answered([2, 3], 2)
     assert todo.next() == [4, 5, 6, 7]
     todo.suspect([8, 9])
     assert [todo.next(), todo.next()] == [[8], [9]]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from realign.rewards import FailureKind, RewardPool
-from realign.rewards.pool.worker import ONE, Expected, Problem, checked_answers
+from realign.rewards.pool.worker import ONE, Expected, Problem, check_answers
 
 PATCHES = f"{Path(__file__).parent / 'patching_rewards.py'}"
 ANYTHING = {
@@ -36,26 +36,26 @@ def forged(**fields):
 @pytest.mark.parametrize("value", ANYTHING.values(), ids=ANYTHING)
 def test_a_value_that_is_no_finite_float_is_a_failure(value):
     for expected, found in (([ONE], [value]), ([Expected(2)], [[0.0, value]])):
-        (answer,) = checked_answers(found, expected)
+        (answer,) = check_answers(found, expected)
         assert type(answer) is Problem
         assert answer.kind is FailureKind.nonsense
 
 
 @pytest.mark.parametrize("value", [1.0, [], [1.0], [1.0, 2.0, 3.0], (1.0, 2.0), {0: 1.0, 1: 2.0}])
 def test_dense_rewards_of_another_length_or_type_are_a_failure(value):
-    (answer,) = checked_answers([value], [Expected(2)])
+    (answer,) = check_answers([value], [Expected(2)])
     assert answer.kind is FailureKind.nonsense
 
 
 @pytest.mark.parametrize("found", [None, (), [], (1.0,), {0: 1.0}, "ab", [1.0, 1.0, 1.0], 1.0])
 def test_a_chunk_without_a_list_of_answers_has_none(found):
-    assert checked_answers(found, [ONE, ONE]) is None
+    assert check_answers(found, [ONE, ONE]) is None
 
 
 def test_valid_answers_pass():
     kept = Problem(FailureKind.timeout, "late")
-    assert checked_answers([1.0, None, kept], [ONE] * 4) == [1.0, None, kept]
-    assert checked_answers([[1.0, -0.5], None], [Expected(2), Expected(3)]) == [[1.0, -0.5], None]
+    assert check_answers([1.0, None, kept], [ONE] * 4) == [1.0, None, kept]
+    assert check_answers([[1.0, -0.5], None], [Expected(2), Expected(3)]) == [[1.0, -0.5], None]
 
 
 @pytest.mark.parametrize(
@@ -63,12 +63,12 @@ def test_valid_answers_pass():
     [{}, {"kind": FailureKind.crash}, {"kind": "crash", "message": "x"}, {"kind": FailureKind.crash, "message": b""}],
 )
 def test_a_forged_failure_is_replaced(fields):
-    (answer,) = checked_answers([forged(**fields)], [ONE])
+    (answer,) = check_answers([forged(**fields)], [ONE])
     assert answer.kind is FailureKind.nonsense
 
 
 def test_a_forged_message_is_escaped_and_shortened():
-    (answer,) = checked_answers([forged(kind=FailureKind.crash, message="\x1b[2J" + "x" * 10**6)], [ONE])
+    (answer,) = check_answers([forged(kind=FailureKind.crash, message="\x1b[2J" + "x" * 10**6)], [ONE])
     assert answer.message.startswith("\\x1b[2J")
     assert len(answer.message) < 25_000
 

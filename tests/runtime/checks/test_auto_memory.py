@@ -13,7 +13,7 @@ from realign.config import build_experiment, compose
 from realign.errors import ConfigError
 from realign.ranks import Ranks
 from realign.runtime.checks import auto_memory, device_estimate
-from realign.runtime.checks.auto_memory import USABLE, decide, decided
+from realign.runtime.checks.auto_memory import USABLE, decide, with_memory_choices
 from realign.runtime.checks.device_estimate import estimate, show
 from realign.settings import Auto
 from tests.tiny import save_tiny
@@ -56,7 +56,7 @@ def having(count):
 def test_on_a_cpu_nothing_is_decided_and_no_config_is_read(here):
     made = experiment("models.actor.path=missing")
     assert decide(made, having(1)) == []
-    assert decided(made) is made
+    assert with_memory_choices(made) is made
     spec = made.models["actor"]
     assert (spec.gradient_checkpointing, spec.checkpoints, spec.sharding.keeps_rollout) == (Auto.auto, False, True)
     assert not {MemoryChoice.checkpointing, MemoryChoice.sampling_copy} & dict(derived_rows(experiment())).keys()
@@ -71,7 +71,7 @@ def test_layers_are_recomputed_if_training_does_not_fit_otherwise(cuda):
     (full,) = decide(made, having(tight))
     assert full.on
     assert str(full) == f"on (auto: {show(most)} without it, {show(tight)} free on the device)"
-    spec = decided(made, having(tight)).models["actor"]
+    spec = with_memory_choices(made, having(tight)).models["actor"]
     assert (spec.gradient_checkpointing, spec.inherited) == (True, made.models["actor"].inherited)
     assert made.models["actor"].gradient_checkpointing is Auto.auto
 
@@ -80,7 +80,7 @@ def test_layers_are_recomputed_if_training_does_not_fit_otherwise(cuda):
 def test_a_given_value_wins(cuda, value):
     made = experiment(auto=[f"models.actor.gradient_checkpointing={str(value).lower()}"])
     assert decide(made, having(1)) == []
-    assert decided(made, having(1)).models["actor"].gradient_checkpointing is value
+    assert with_memory_choices(made, having(1)).models["actor"].gradient_checkpointing is value
 
 
 def test_roles_on_one_device_decide_for_their_own_calls(cuda):
@@ -109,7 +109,7 @@ def test_the_copy_for_sampling_is_freed_first(cuda, monkeypatch):
     freed, off = decide(made, having(round((most - copy) / USABLE) + 1))
     assert (freed.on, off.on) == (False, False)
     assert off.reason.startswith(show(most - copy))
-    spec = decided(made, having(round((most - copy) / USABLE) - 1000)).models["actor"]
+    spec = with_memory_choices(made, having(round((most - copy) / USABLE) - 1000)).models["actor"]
     assert (spec.checkpoints, spec.sharding.keep_rollout) == (True, False)
 
 
@@ -135,9 +135,9 @@ class Recomputing(BigramModel):
 def test_a_model_of_a_user_leaves_its_choices_to_the_runtime_too(cuda, tmp_path):
     made = toy(tmp_path, models={"actor": Recomputing()})
     for free, recomputes in ((1200, False), (1100, True)):
-        assert decided(made, having(free)).models["actor"] == Recomputing(recomputes=recomputes)
+        assert with_memory_choices(made, having(free)).models["actor"] == Recomputing(recomputes=recomputes)
     given = toy(tmp_path, models={"actor": Recomputing(recomputes=False)})
-    assert decided(given, having(1)) is given
+    assert with_memory_choices(given, having(1)) is given
 
 
 def test_rank_0_decides_for_all(here, monkeypatch):
@@ -146,7 +146,7 @@ def test_rank_0_decides_for_all(here, monkeypatch):
             return [auto_memory.Decision("actor", MemoryChoice.checkpointing, on=True, reason="")]
 
     monkeypatch.setattr(auto_memory, "current", lambda: Second(1, 2))
-    assert decided(experiment()).models["actor"].checkpoints
+    assert with_memory_choices(experiment()).models["actor"].checkpoints
 
 
 def test_another_word_is_an_error(here):

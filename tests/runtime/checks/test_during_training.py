@@ -19,7 +19,7 @@ from realign.interfaces.rule_reward import RuleRewardInterface
 from realign.models import DType
 from realign.runtime import Evaluation, run
 from realign.runtime.checks.during_training import RECENT, check_ratio, default_tolerance, signs
-from realign.runtime.evaluation.scores import Repeats, Scored, merged
+from realign.runtime.evaluation.scores import Repeats, Scored, merge_scored
 from tests.config_parts import Bigram
 from tests.toys import BigramModel, Prompts, experiment
 
@@ -118,7 +118,7 @@ def responses(*texts: list[int]) -> SequenceSample:
 
 def test_equal_responses_are_counted_over_all_batches():
     parts = [Scored(responses([3, 3], [3], [])), Scored(responses([3, 3], [3, 3], [4])), Scored(responses([3]), "@n=1")]
-    values, _ = merged(parts)
+    values, _ = merge_scored(parts)
     assert values["eval/distinct_fraction"] == 4 / 6  # [3, 3], [3], nothing and [4]
     assert values["eval/most_common_fraction"] == 3 / 6
     assert (values["eval/distinct_fraction@n=1"], values["eval/most_common_fraction@n=1"]) == (1.0, 1.0)
@@ -205,7 +205,7 @@ def test_the_reward_of_one_answer_to_every_prompt_needs_no_call(tmp_path):
     loaded = SimpleNamespace(models={"actor": Sampled().load("actor", seed=0)})
     values, _ = Evaluation(OneLast(20), reward, GREEDY).measure(loaded, OneLast(20))
     assert values["eval/constant_reward"] == values["eval/reward"]
-    assert len(reward._opened("")._function.__globals__["CALLS"]) == 20
+    assert len(reward._open_pool("")._function.__globals__["CALLS"]) == 20
     reward.close()
 
 

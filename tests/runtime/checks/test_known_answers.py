@@ -106,7 +106,7 @@ def test_the_wrong_answer_is_that_of_the_next_row_with_another_answer(tmp_path, 
     reward = verifier("right")
     answers = ("7", " 7", None, "8", 9)
     runtime(tmp_path, reward, Sums(5, answers=answers), shuffle=False)
-    calls = reward._opened("")._function.__globals__["CALLS"]
+    calls = reward._open_pool("")._function.__globals__["CALLS"]
     assert [(prompt, response) for prompt, response, _ in calls] == [
         *(("1 2", "7"), ("1 2", "8")),
         *(("1 3", " 7"), ("1 3", "8")),
@@ -187,7 +187,7 @@ def test_rows_with_one_answer_are_a_warning(tmp_path, verifier):
 def test_without_the_setting_nothing_is_scored(tmp_path, verifier):
     reward = verifier("right", known_answer=None)
     assert runtime(tmp_path, reward).known_answers == []
-    assert reward._opened("")._function.__globals__["CALLS"] == []
+    assert reward._open_pool("")._function.__globals__["CALLS"] == []
 
 
 def test_the_reward_of_an_evaluation_is_checked_on_its_own_rows(tmp_path, verifier):

@@ -10,17 +10,17 @@ from realign.api import RPC, DataflowGraph, Keys, ModelInterface
 from realign.errors import ConfigError, DataError, GraphError, SettingsError
 from realign.interfaces.grpo import GRPOActorInterface
 from realign.runtime import run
-from realign.runtime.checks.parts import check_keys, check_parts, check_temperatures, located, unread_inputs
+from realign.runtime.checks.parts import check_keys, check_parts, check_temperatures, locating, unread_inputs
 from tests.toys import GENERATION, CountToken, experiment
 
 
 def test_a_user_error_starts_with_the_key_and_keeps_its_class():
-    with pytest.raises(DataError, match=r"^data: no such file$"), located("data"):
+    with pytest.raises(DataError, match=r"^data: no such file$"), locating("data"):
         raise DataError("no such file")
 
 
 def test_any_other_error_keeps_its_message_and_gets_the_key_as_a_note():
-    with pytest.raises(ValueError, match=r"^bad shape") as raised, located("interfaces.actor"):
+    with pytest.raises(ValueError, match=r"^bad shape") as raised, locating("interfaces.actor"):
         raise ValueError("bad shape")
     assert raised.value.__notes__ == ["while calling interfaces.actor"]
 

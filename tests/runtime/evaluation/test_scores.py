@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from realign.api import SequenceSample
-from realign.runtime.evaluation.scores import Scored, StandardErrors, merged
+from realign.runtime.evaluation.scores import Scored, StandardErrors, merge_scored
 
 NAN = math.nan
 
@@ -33,7 +33,7 @@ def test_the_error_is_that_of_the_mean_of_prompt_means():
     parts = [Scored(batch([[1.0, 0.0], [1.0, 1.0]])), Scored(batch([[0.0, 0.0]]))]
     means = torch.tensor([0.5, 1.0, 0.0])
     assert errors(*parts)["eval/reward"] == pytest.approx(float(means.std() / math.sqrt(3)))
-    assert merged(parts)[0]["eval/reward"] == 0.5
+    assert merge_scored(parts)[0]["eval/reward"] == 0.5
 
 
 def test_groups_of_unequal_size_are_weighted_by_their_responses():

@@ -12,7 +12,7 @@ from realign.models import TopLayers
 from realign.runtime.evaluation.loss import LOSS_SUM
 from realign.runtime.ray import host as host_module
 from realign.runtime.ray.host import Host, Offload
-from realign.runtime.ray.wire_format import mapped
+from realign.runtime.ray.wire_format import map_tree
 from tests.checkpoint_runs import assert_same_tree
 from tests.tiny import random_sample, tiny_model, tiny_tokenizer
 from tests.toys import BigramModel
@@ -60,9 +60,9 @@ def test_a_loaded_state_is_not_changed_by_later_steps(specs, size):
     host = Host(0, 1)
     host.load(specs, 3, frozenset())
     host.ask("actor", "train", (DATA, SPEC, loss, WEIGHT))
-    given = mapped(host.ask("actor", "state_dict", ()), torch.clone)
+    given = map_tree(host.ask("actor", "state_dict", ()), torch.clone)
     counts = [moments["step"].clone() for moments in given["optimizer"]["optimizer"]["state"].values()]
-    kept = mapped(given, torch.clone)
+    kept = map_tree(given, torch.clone)
     host._size = size  # the branch of a group with several ranks; its engine copies its slices
     host.ask("actor", "load_state_dict", (given, False))
     host.ask("actor", "train", (DATA, SPEC, loss, WEIGHT))

@@ -32,8 +32,8 @@ from realign.runtime.processes.placement import RoleGroup
 from realign.runtime.processes.watchdog import WorkerHangs
 from realign.runtime.ray import workers as groups
 from realign.runtime.ray.ray_runtime import RayRuntime, reserve
-from realign.runtime.ray.wire_format import mapped
-from realign.runtime.ray.workers import HOOK, RemoteError, Setup, WorkerGroup, counted_hops
+from realign.runtime.ray.wire_format import map_tree
+from realign.runtime.ray.workers import HOOK, RemoteError, Setup, WorkerGroup, counting_hops
 from realign.runtime.run_experiment import open_runtime
 from tests.checkpoint_runs import PoisonedCritic, assert_same_tree, experiment, started, state, untimed
 from tests.tiny import random_sample
@@ -109,7 +109,7 @@ def test_trap_g5_two_ranks_compute_what_one_does_and_the_error_of_one_ends_both(
             (values, first), (_, second) = opened.step(1), opened.step(2)
             engine = opened.models["actor"].engine
             measured = ForwardOnly("actor", "actor", engine).train_batch(DATA, MicroBatchSpec(), loss, weight)
-            weights, trained = (mapped(tree, torch.clone) for tree in (engine.weights(), engine.state_dict()))
+            weights, trained = (map_tree(tree, torch.clone) for tree in (engine.weights(), engine.state_dict()))
             made[kind] = [first, second], weights, trained, stat_values(measured)
             engine.load_state_dict(engine.state_dict())
             engine.train_batch(DATA, MicroBatchSpec(), loss, weight)
@@ -234,7 +234,7 @@ def test_a_call_that_hangs_is_named_with_its_shapes(group, monkeypatch):
     slow = group.ask("actor", "forward", [(WORDS, MicroBatchSpec(), HOOK)], lambda out, mb: time.sleep(1) or mb)[0]
     assert slow.ids == WORDS.ids  # requests outside the graph, such as evaluations, have no limit
     message = r"RPC 'x_inf', actor: forward \(workers of actor\): rank 0 did not answer .* Data: rank 0: 2 prompts"
-    with counted_hops("x_inf"), pytest.raises(WorkerHangs, match=message):
+    with counting_hops("x_inf"), pytest.raises(WorkerHangs, match=message):
         group.ask("actor", "forward", [(WORDS, MicroBatchSpec(), HOOK)], forever)
 
 

@@ -52,28 +52,28 @@ def test_groups_pass_by_spread_mean_and_number_of_rewards(settings, passing):
         [nan, nan, nan, nan],
         [0.1, 0.1, 0.1, 0.1],  # equal, and not exactly representable in binary
     )
-    assert DynamicSampling(**settings).chosen(batch) == passing
+    assert DynamicSampling(**settings).choose(batch) == passing
 
 
 def test_trap_e2_rewards_equal_up_to_rounding_are_flat():
-    assert DynamicSampling().chosen(judged([0.1 + 0.2, 0.3, 0.3], [0.3, 0.3, 0.301])) == [1]
+    assert DynamicSampling().choose(judged([0.1 + 0.2, 0.3, 0.3], [0.3, 0.3, 0.301])) == [1]
 
 
 def test_a_response_without_a_token_that_trains_does_not_count():
     batch = judged([0, 1], [0, 1])
     batch = batch.with_tokens(loss_mask=torch.tensor([False, True] * 3 + [False, False]))
-    assert DynamicSampling().chosen(batch) == [0]
+    assert DynamicSampling().choose(batch) == [0]
 
 
 def test_dense_rewards_count_by_their_sum():
     """All rewards per response are 0. By token rewards, one group has different sums, and the other has equal ones."""
     data = SequenceSample.from_sequences(["a", "b"], {"input_ids": [[[1, 2], [3, 4]], [[5, 6], [7, 8]]]})
     data = data.with_tokens(dense_rewards=torch.tensor([1.0, 0.0, 0.0, 0.5, 1.0, 1.0, 0.0, 2.0]))
-    assert DynamicSampling().chosen(data.with_sequences(rewards=torch.zeros(4))) == [0]
+    assert DynamicSampling().choose(data.with_sequences(rewards=torch.zeros(4))) == [0]
 
 
 def test_groups_may_be_ragged():
-    assert DynamicSampling().chosen(judged([1], [0, 1, 1], [0, 0])) == [1]
+    assert DynamicSampling().choose(judged([1], [0, 1, 1], [0, 0])) == [1]
 
 
 def fill(sampling: DynamicSampling, wanted: int, *batches: SequenceSample):

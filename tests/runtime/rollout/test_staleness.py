@@ -85,7 +85,7 @@ def test_nothing_is_older_than_the_bound_and_each_prompt_is_trained_on_once(batc
     assert max(world.lags) <= bound
     assert Counter(world.trained).most_common(1)[0][1] == 1
     assert len(world.trained) == 12 * batch
-    assert not world.staleness.begun
+    assert not world.staleness.started
     assert sorted(world.trained + world.dropped + world.running) == list(range(world.staleness.next_place))
     if bound == 0 and not rejected:
         assert world.trained == list(range(12 * batch))
@@ -118,7 +118,7 @@ def test_a_resume_with_other_settings_trains_on_all_that_had_begun(seed, batches
         world.step()
     assert max(world.lags) <= bound
     s = world.staleness
-    assert sorted([*world.trained, *s.begun, *s.again]) == list(range(s.next_place))
+    assert sorted([*world.trained, *s.started, *s.again]) == list(range(s.next_place))
 
 
 def test_the_oldest_ready_prompts_are_taken_first():

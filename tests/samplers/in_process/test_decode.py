@@ -100,7 +100,7 @@ def _at_count(sampler: StreamingEngine, count: int, load: Any) -> list[int]:
                 done.append(int(stream.rows[3, 0]))
                 load()
                 loop.version = 1
-                decoder, head = loop._prepared(stream.config, stream.reach)
+                decoder, head = loop._prepare(stream.config, stream.reach)
                 stream.update(decoder, head, 1, recompute=loop._recompute)
         return left
 

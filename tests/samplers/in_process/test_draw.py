@@ -165,7 +165,7 @@ def test_kept_tokens_match_the_definition(tenths, top_k, top_p, min_p):
     assert torch.allclose(got_V, want_V.double(), atol=1e-6)
 
 
-@pytest.mark.parametrize("config", [c for c in CONFIGS if c.distorted()], ids=lambda c: c.describe())
+@pytest.mark.parametrize("config", [c for c in CONFIGS if c.distortions()], ids=lambda c: c.describe())
 def test_each_draw_tells_the_tokens_that_it_was_made_from(config, monkeypatch):
     monkeypatch.setattr(sampling, "CPU_ELEMENTS", 3 * len(LOGITS))
     logits_NV = torch.tensor([LOGITS, LOGITS[::-1]]).repeat(4, 1)

@@ -120,7 +120,7 @@ def test_layout_of_the_result():
     assert out.ids == ("p0", "p1", "p2", "p3")
     assert out.keys == {"input_ids", "prompt_mask", "loss_mask", "logprobs", "truncated", "response_index"}
     assert out["response_index"].tolist() == [0, 1, 2] * 4
-    assert [len(c) for c in out.lengths["input_ids"].nested()] == [3, 3, 3, 3]
+    assert [len(c) for c in out.lengths["input_ids"].as_tuples()] == [3, 3, 3, 3]
     assert out["truncated"].shape == (12,)
     assert [out[k].dtype for k in ("input_ids", "logprobs", "truncated")] == [torch.int64, torch.float32, torch.bool]
     assert torch.equal(out["prompt_mask"], ~out["loss_mask"])

@@ -22,7 +22,7 @@ from realign.models import Lora
 from realign.ranks import current
 from realign.runtime.models import open_sampler
 from realign.samplers.servers import pool
-from realign.samplers.servers.protocol import Ask, Unavailable, checked_part
+from realign.samplers.servers.protocol import Ask, Unavailable, check_part
 from realign.samplers.servers.server_settings import Updates
 from realign.samplers.servers.vllm import Vllm
 from realign.samplers.servers.worker.realign_worker import WeightReceiver
@@ -269,8 +269,8 @@ def test_servers_return_sampling_masks_only_with_top_k(servers, connect):
 def test_impossible_sampling_masks_are_refused(kept, message):
     ask = replace(ASK, config=replace(ASK.config, top_k=2, sampling_replay=True))
     with pytest.raises(Unavailable, match=message):
-        checked_part([1, 2], [-1.0, -1.0], "stop", ask, kept=kept)
-    assert checked_part([1, 2], [-1.0, -1.0], "stop", ask, kept=[[1, 5], [2, 4]]).kept == [[1, 5], [2, 4]]
+        check_part([1, 2], [-1.0, -1.0], "stop", ask, kept=kept)
+    assert check_part([1, 2], [-1.0, -1.0], "stop", ask, kept=[[1, 5], [2, 4]]).kept == [[1, 5], [2, 4]]
 
 
 ASK = Ask([1, 2], GenerationConfig(max_new_tokens=4), stop_ids=(0, 9), seed=1, words=12)
@@ -296,7 +296,7 @@ ASK = Ask([1, 2], GenerationConfig(max_new_tokens=4), stop_ids=(0, 9), seed=1, w
 )
 def test_impossible_answers_are_refused_with_their_reason(ids, logprobs, reason, message):
     with pytest.raises(Unavailable, match=message):
-        checked_part(ids, logprobs, reason, ASK)
+        check_part(ids, logprobs, reason, ASK)
 
 
 def always(kind, status, answer):

@@ -20,7 +20,7 @@ from realign.errors import ConfigError, RunError, TransientError
 from realign.ranks import current
 from realign.samplers.servers import weights
 from realign.samplers.servers.weights import WeightFolders, untie
-from realign.samplers.servers.worker.realign_worker import apply, bits, digest, mapped_folder
+from realign.samplers.servers.worker.realign_worker import apply, bits, digest, map_folder
 from tests.engines.distributed.run_ranks import run_ranks
 from tests.tiny import random_sample, save_tiny
 
@@ -119,7 +119,7 @@ def step(engine):
 
 def assert_sent(folder, engine):
     """Check the weights in a folder for servers that compute in bfloat16."""
-    sent, own = mapped_folder(folder), engine.weights()
+    sent, own = map_folder(folder), engine.weights()
     assert sent.keys() == own.keys()
     for name, x in own.items():
         assert sent[name].dtype == (torch.bfloat16 if x.ndim > 1 else torch.float32)
@@ -129,7 +129,7 @@ def assert_sent(folder, engine):
 def test_weights_have_the_dtype_of_the_servers(tmp_path):
     engine = trained(tmp_path)
     folders = WeightFolders(str(tmp_path))
-    assert {x.dtype for x in mapped_folder(folders.write(engine, 0).folder).values()} == {torch.float32}
+    assert {x.dtype for x in map_folder(folders.write(engine, 0).folder).values()} == {torch.float32}
     folders.dtype = torch.bfloat16  # which the server said
     folder = folders.write(engine, 1).folder
     assert_sent(folder, engine)
@@ -179,7 +179,7 @@ def test_untied_weights_stay_untied(tmp_path, ready):
     folders = WeightFolders(str(tmp_path), untie=True)
     folders.dtype = torch.bfloat16 if ready else None
     for number in range(2):
-        sent = mapped_folder(folders.write(engine, number).folder)
+        sent = map_folder(folders.write(engine, number).folder)
         assert torch.equal(sent["lm_head.weight"], sent["model.embed_tokens.weight"])
         step(engine)
 
@@ -198,7 +198,7 @@ def assert_delta(written, copy):
     assert digest(copy) == written.base
     for file in sorted(written.delta.iterdir()):
         apply(load_file(file), copy)
-    new = mapped_folder(written.folder)
+    new = map_folder(written.folder)
     assert digest(copy) == written.digest == digest(new)
     assert all(torch.equal(bits(copy[name]), bits(x)) for name, x in new.items())
 
@@ -209,7 +209,7 @@ def test_a_delta_turns_the_previous_weights_into_the_current_ones(tmp_path):
     folders.dtype = torch.bfloat16
     first = folders.write(engine, 0)
     assert first.base is None
-    copy = {name: x.clone() for name, x in mapped_folder(first.folder).items()}
+    copy = {name: x.clone() for name, x in map_folder(first.folder).items()}
     for number in (1, 2):
         step(engine)
         written = folders.write(engine, number)
@@ -224,7 +224,7 @@ def write_shards(folder, sharding, config):
     engine = trained(folder, lr=1e-5, sharding=sharding, **config)
     folders = WeightFolders(str(folder), current(), deltas=True)
     folders.dtype = torch.bfloat16
-    copy = {name: x.clone() for name, x in mapped_folder(folders.write(engine, 0).folder).items()}
+    copy = {name: x.clone() for name, x in map_folder(folders.write(engine, 0).folder).items()}
     engine.save = None  # no rank gathers all weights again
     step(engine)
     errors = []

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from realign_planner.internals import build, composed_line, split_options
+from realign_planner.internals import build, compose_line, split_options
 from realign_planner.measured import calibrated, read_runs, with_measured_lengths
 from realign_planner.options import PlanOptions
 from realign_planner.placements import LAUNCHERS, launcher, notes, overrides
@@ -34,7 +34,7 @@ def plan(args: argparse.Namespace, words: Sequence[str]) -> int:
         RealignError: a model or a run folder cannot be read, or the experiment has no rollouts.
     """
     options, rest = split_options("plan", PlanOptions, words)
-    composed = composed_line(rest, args.config_dir)
+    composed = compose_line(rest, args.config_dir)
     experiment, console, server = build(composed.resolve()), Console(), next(iter(LAUNCHERS))
     load = workload_of(experiment, options)
     cluster = Cluster(options, options.described_device())

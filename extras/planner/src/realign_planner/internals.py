@@ -4,7 +4,7 @@ A change of one of these in realign changes this file.
 """
 
 from realign.api.memory import MemoryWork, RoleMemory
-from realign.cli.arguments import composed_line, split_options
+from realign.cli.arguments import compose_line, split_options
 from realign.cli.train import build
 from realign.engines.memory import FP32, MemoryModel
 from realign.models.files.adapters import find_adapter
@@ -28,7 +28,7 @@ __all__ = [
     "Staleness",
     "build",
     "check_path",
-    "composed_line",
+    "compose_line",
     "find_adapter",
     "is_encoder_decoder",
     "load_yaml",

@@ -76,7 +76,7 @@ class ExactModel:
     def _network_head(self) -> LMHead:
         head = self._network.head
         assert isinstance(head, LMHead)  # `Network.fuses`
-        return self._network.limited(head)
+        return self._network.limit_head(head)
 
     def hidden(self, ids_R: Tensor, layout: Layout) -> Tensor:
         """Return the last hidden states [R, H] of a pass, with the weights of the last `read`; thread-safe."""

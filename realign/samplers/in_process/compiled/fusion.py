@@ -70,18 +70,18 @@ class DecodePath(StrEnum):
     """`FusedTrunk`, with CUDA graphs."""
 
 
-Lend: TypeAlias = Callable[[nn.Module], AbstractContextManager[object]]
+GatherLayer: TypeAlias = Callable[[nn.Module], AbstractContextManager[object]]
 """Lends a layer its weights for the time of the context."""
 
 
-class Lender(Protocol):
+class WeightGatherer(Protocol):
     """Gathers the weights of a model that has none between rollouts. All ranks call its methods together."""
 
-    def gather_outer(self) -> None:
+    def gather_embeddings_and_heads(self) -> None:
         """Gather the weights outside of the layers."""
         ...
 
-    def lend(self, layer: nn.Module) -> AbstractContextManager[object]:
+    def gather_layer(self, layer: nn.Module) -> AbstractContextManager[object]:
         """Gather the weights of a layer for the time of the context."""
         ...
 
@@ -102,7 +102,7 @@ class Fusion:
         self._model = model
         self._args: list[AttentionArgs] | None = None
         self._joined: list[FusedLayer] | None = None
-        self.lender: Lender | None = None
+        self.lender: WeightGatherer | None = None
         """Gathers the weights, see `join`; None if the model always has them."""
         self.path = DecodeChoice(type(model).__name__, compiled)
         """The choice of what computes the decode steps."""
@@ -127,17 +127,17 @@ class Fusion:
         with suppress(_Unknown):
             _check_parts(self._model)
             if self.lender is not None:
-                self.lender.gather_outer()
+                self.lender.gather_embeddings_and_heads()
             self._compare()
 
     def _compare(self) -> None:
-        """See `_compared`. A difference is final: measuring it again after each step would only change its digits."""
+        """See `_probe_args`. A difference is final: measuring it again after each step would only change its digits."""
         if self._args is not None:
             return
         if self._difference is not None:
             raise _Different(self._difference)
         try:
-            self._args = _compared(self._model, None if self.lender is None else self.lender.lend)
+            self._args = _probe_args(self._model, None if self.lender is None else self.lender.gather_layer)
         except _Different as error:
             self._difference = str(error)
             raise
@@ -149,20 +149,20 @@ class Fusion:
         _check_memory(self._model.base_model.layers, dtype)
 
     @torch.no_grad()
-    def join(self, lender: Lender, dtype: torch.dtype) -> bool:
+    def join(self, gatherer: WeightGatherer, dtype: torch.dtype) -> bool:
         """Join the layers of a model without weights, each while it has its weights; collective.
 
         Returns:
             Whether rollouts run the joined layers until `forget`. If not, they need all weights.
         """
         self.forget()
-        if not lender.on_all_ranks(_knows(lambda: self._check(dtype))):
+        if not gatherer.on_all_ranks(_knows(lambda: self._check(dtype))):
             return False
-        lender.gather_outer()
-        if not lender.on_all_ranks(_knows(self._compare)):
+        gatherer.gather_embeddings_and_heads()
+        if not gatherer.on_all_ranks(_knows(self._compare)):
             return False
         assert self._args is not None
-        self._joined = list(_read_layers(self._model, self._args, dtype, lender.lend))
+        self._joined = list(_read_layers(self._model, self._args, dtype, gatherer.gather_layer))
         return True
 
     def forget(self) -> None:
@@ -240,7 +240,7 @@ class DecodeChoice:
         device = trunk.embedding.device
         try:
             if device.type != "cuda":
-                compiled = self._compiled_trunk(trunk)
+                compiled = self._compile_trunk(trunk)
                 self.record(DecodePath.compiled, "a compiled library is available")
                 return compiled
             if (obstacle := why_no_graphs(device)) is not None:
@@ -253,7 +253,7 @@ class DecodeChoice:
             self._logged = str(error)
         return trunk
 
-    def _compiled_trunk(self, trunk: FusedTrunk) -> CompiledTrunk:
+    def _compile_trunk(self, trunk: FusedTrunk) -> CompiledTrunk:
         """Return the trunk with compiled decode steps.
 
         Raises:
@@ -321,7 +321,7 @@ def _knows(step: Callable[[], None]) -> bool:
     return True
 
 
-def _compared(model: Any, lend: Lend | None) -> list[AttentionArgs]:
+def _probe_args(model: Any, gather_layer: GatherLayer | None) -> list[AttentionArgs]:
     """Compare prefill and decoding with the modules, and return the attention arguments of each layer.
 
     Raises:
@@ -335,13 +335,13 @@ def _compared(model: Any, lend: Lend | None) -> list[AttentionArgs]:
     recorder = _Recorder(cu_seqlens, lengths=PROBE_LENGTHS)
     with no_autocast(ids_T):
         with ExitStack() as hooks:
-            if lend is not None:
+            if gather_layer is not None:
                 for layer in model.base_model.layers:
-                    hooks.enter_context(_lent_in_forward(layer, lend))
+                    hooks.enter_context(_gathering_in_forward(layer, gather_layer))
             want_TH = ModuleTrunk(model)(ids_T, positions_T, recorder)
         if len(recorder.args) != len(model.base_model.layers) or any(a.sinks_H is not None for a in recorder.args):
             raise _Unknown("its layers do not each call attention once, without sinks")
-        got_TH = _prefilled_and_decoded(model, recorder.args, ids_T, positions_T, lend)
+        got_TH = _prefill_and_decode(model, recorder.args, ids_T, positions_T, gather_layer)
     error = float((got_TH - want_TH).abs().max() / want_TH.abs().max())
     # not `error > TOLERANCE`, which is False for NaN
     if not error <= TOLERANCE:
@@ -350,24 +350,24 @@ def _compared(model: Any, lend: Lend | None) -> list[AttentionArgs]:
 
 
 @contextmanager
-def _lent_in_forward(layer: nn.Module, lend: Lend) -> Iterator[None]:
+def _gathering_in_forward(layer: nn.Module, gather_layer: GatherLayer) -> Iterator[None]:
     """Lend the layer its weights in each forward pass inside this context."""
-    lent = ExitStack()
+    gathered = ExitStack()
 
     def take(*_: Any) -> None:
-        lent.enter_context(lend(layer))
+        gathered.enter_context(gather_layer(layer))
 
-    hooks = [layer.register_forward_pre_hook(take), layer.register_forward_hook(lambda *_: lent.close())]
+    hooks = [layer.register_forward_pre_hook(take), layer.register_forward_hook(lambda *_: gathered.close())]
     try:
         yield
     finally:
-        lent.close()  # after an error in the layer
+        gathered.close()  # after an error in the layer
         for hook in hooks:
             hook.remove()
 
 
-def _prefilled_and_decoded(
-    model: Any, args: list[AttentionArgs], ids_T: Tensor, positions_T: Tensor, lend: Lend | None
+def _prefill_and_decode(
+    model: Any, args: list[AttentionArgs], ids_T: Tensor, positions_T: Tensor, gather_layer: GatherLayer | None
 ) -> Tensor:
     """Return hidden states [T, H]; the last `PROBE_STEPS` tokens of each sequence are decoded one by one.
 
@@ -382,7 +382,7 @@ def _prefilled_and_decoded(
     turns = _rotations(model, max(PROBE_LENGTHS))
     steps = [given_T, *(ends - PROBE_STEPS + step for step in range(PROBE_STEPS))]
     hidden = [F.embedding(ids_T[at], model.base_model.embed_tokens.weight) for at in steps]
-    for i, layer in enumerate(_read_layers(model, args, torch.float32, lend)):
+    for i, layer in enumerate(_read_layers(model, args, torch.float32, gather_layer)):
         prefill = PrefillContext(cu_seqlens_of(prompts).to(device), lengths=prompts)
         layer.add_to(hidden[0], i, turns[positions_T[given_T]], prefill)
         read = list(prefill.per_sequence(prompts))
@@ -463,9 +463,9 @@ def _order(model: Any) -> Tensor:
 
 
 def _read_layers(
-    model: Any, args: list[AttentionArgs], dtype: torch.dtype, lend: Lend | None = None
+    model: Any, args: list[AttentionArgs], dtype: torch.dtype, gather_layer: GatherLayer | None = None
 ) -> Iterator[FusedLayer]:
-    """Yield a fused copy of each layer, which has its weights only in the context of `lend`.
+    """Yield a fused copy of each layer, which has its weights only in the context of `gather_layer`.
 
     Raises:
         _Unknown: a module has forward hooks, which would not run; or joined layers differ.
@@ -475,7 +475,7 @@ def _read_layers(
         raise _Unknown("a module has forward hooks")
     order_D = _order(model)
     for layer, own in zip(base.layers, args, strict=True):
-        with nullcontext() if lend is None else lend(layer):
+        with nullcontext() if gather_layer is None else gather_layer(layer):
             fused = _read_layer(layer, own, order_D, dtype)
         yield fused
 

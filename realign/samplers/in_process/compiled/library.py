@@ -73,7 +73,7 @@ def open_library(folder: Path) -> ctypes.CDLL:
         _check_private(folder)
         _check_private(path)
         try:
-            return _declared(ctypes.CDLL(str(path)))
+            return _declare(ctypes.CDLL(str(path)))
         except (OSError, AttributeError):  # damaged: build it again
             pass
     if compiler is None:
@@ -81,7 +81,7 @@ def open_library(folder: Path) -> ctypes.CDLL:
         raise LibraryError(f"no C++ compiler is installed (tried {names})")
     _build(compiler, path)
     try:
-        return _declared(ctypes.CDLL(str(path)))
+        return _declare(ctypes.CDLL(str(path)))
     except (OSError, AttributeError) as error:
         raise LibraryError(f"the built library cannot be loaded ({error})") from error
 
@@ -157,7 +157,7 @@ def _cpu() -> str:
     return "\n".join([platform.machine(), platform.processor(), *sorted(features)])
 
 
-def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
+def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     """Declare the argument types of the functions in `decode_step.cpp`."""
     pointer, count = ctypes.c_void_p, ctypes.c_int64
     library.realign_decode.argtypes = [pointer, count, count, count, pointer, pointer, pointer, pointer]

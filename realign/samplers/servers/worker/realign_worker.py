@@ -49,7 +49,7 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 T = TypeVar("T")
 
 
-def mapped(path: str | Path, *, writable: bool = False) -> dict[str, Tensor]:
+def map_file(path: str | Path, *, writable: bool = False) -> dict[str, Tensor]:
     """Return the tensors of a safetensors file, mapped into memory. Only a writable mapping changes the file.
 
     Raises:
@@ -73,10 +73,10 @@ def mapped(path: str | Path, *, writable: bool = False) -> dict[str, Tensor]:
     return tensors
 
 
-def mapped_folder(folder: str | Path, *, writable: bool = False) -> dict[str, Tensor]:
-    """Return the tensors of the model files in a folder; see `mapped`."""
+def map_folder(folder: str | Path, *, writable: bool = False) -> dict[str, Tensor]:
+    """Return the tensors of the model files in a folder; see `map_file`."""
     files = sorted(Path(folder).glob(MODEL_FILES))
-    return {name: x for file in files for name, x in mapped(file, writable=writable).items()}
+    return {name: x for file in files for name, x in map_file(file, writable=writable).items()}
 
 
 def bits(x: Tensor) -> Tensor:
@@ -155,7 +155,7 @@ class _Copy:
             file.flush()
             self._files.append(file)
         self.paths = [f"/proc/{os.getpid()}/fd/{file.fileno()}" for file in self._files]
-        self.weights = {name: x for path in self.paths for name, x in mapped(path, writable=True).items()}
+        self.weights = {name: x for path in self.paths for name, x in map_file(path, writable=True).items()}
         self.digest: str | None = digest(self.weights)
 
     def close(self) -> None:
@@ -194,7 +194,7 @@ class WeightReceiver:
         if copy is not None and copy.digest == base:
             copy.digest = None  # the copy is neither the old nor the new one if this fails
             for file in sorted(Path(folder).glob(MODEL_FILES)):
-                apply(mapped(file), copy.weights)
+                apply(map_file(file), copy.weights)
             copy.digest = digest(copy.weights)
         return self._realign_state()
 
@@ -209,4 +209,4 @@ class WeightReceiver:
 
 def _tensors(paths: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
     for path in paths:
-        yield from mapped(path).items()
+        yield from map_file(path).items()

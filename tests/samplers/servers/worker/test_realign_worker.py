@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from realign.samplers.servers.worker import realign_worker
-from realign.samplers.servers.worker.realign_worker import WeightReceiver, apply, bits, changes, digest, mapped
+from realign.samplers.servers.worker.realign_worker import WeightReceiver, apply, bits, changes, digest, map_file
 
 
 def changed_bits(x, seed, fraction):
@@ -71,7 +71,7 @@ def test_the_digest_shows_each_change():
 def test_a_damaged_file_is_refused(tmp_path, header):
     (tmp_path / "x").write_bytes(struct.pack("<Q", len(header)) + header[:60] + b"1234")
     with pytest.raises(ValueError, match=r"lies outside of the file|longer than the file"):
-        mapped(tmp_path / "x")
+        map_file(tmp_path / "x")
 
 
 class Runner:
