@@ -92,7 +92,7 @@ def _used(place: Place, node: Any) -> Iterator[tuple[str, str]]:
     if not isinstance(node, Mapping):
         return
     target = node.get(TARGET)
-    cls = place.chosen(target)
+    cls = place.class_of(target)
     for name, value in node.items():
         if cls is not None and cls.returns is None and name in cls.fields:
             yield cls.path, name

@@ -21,7 +21,7 @@ GREY, INK, MUTED = ("#f8fafc", "#64748b"), "#0f172a", "#64748b"
 FONT = "ui-monospace, 'DejaVu Sans Mono', Menlo, Consolas, monospace"
 HEAD, LINE, GAP_X, GAP_Y, MARGIN = 48, 14, 64, 24, 24
 """Pixels of the SVG: the head of a box, a line of text, gaps between columns and between boxes, and the edge."""
-NO_NOTES: Mapping[str, str] = MappingProxyType({})
+_NO_NOTES: Mapping[str, str] = MappingProxyType({})
 
 
 class Flow(NamedTuple):
@@ -72,7 +72,7 @@ def _boxes(graph: DataflowGraph, notes: Mapping[str, str]) -> dict[str, tuple[st
     return boxes
 
 
-def to_text(graph: DataflowGraph, notes: Mapping[str, str] = NO_NOTES) -> str:
+def to_text(graph: DataflowGraph, notes: Mapping[str, str] = _NO_NOTES) -> str:
     """Return the calls in execution order, below each what it passes to which calls. `notes` are texts by role."""
     boxes, lines = _boxes(graph, notes), list[str]()
     for number, (name, (role, detail, _)) in enumerate(boxes.items(), 0 if DATASET in boxes else 1):
@@ -89,7 +89,7 @@ def to_text(graph: DataflowGraph, notes: Mapping[str, str] = NO_NOTES) -> str:
     return "\n".join(lines)
 
 
-def to_mermaid(graph: DataflowGraph, notes: Mapping[str, str] = NO_NOTES) -> str:
+def to_mermaid(graph: DataflowGraph, notes: Mapping[str, str] = _NO_NOTES) -> str:
     """Return a Mermaid flowchart: boxes colored by role, edges labeled with keys. `notes` are texts by role."""
 
     def quote(text: str) -> str:
@@ -129,7 +129,7 @@ class _Item:
     coming: dict[Flow, float] = field(default_factory=dict)
 
 
-def to_svg(graph: DataflowGraph, notes: Mapping[str, str] = NO_NOTES) -> str:
+def to_svg(graph: DataflowGraph, notes: Mapping[str, str] = _NO_NOTES) -> str:
     """Return an SVG image: a column per level, the keys in their boxes. `notes` are texts by role."""
     boxes, bundles, level = _boxes(graph, notes), flows(graph), {DATASET: 0}
     columns: list[list[_Item]] = [[] for _ in range(len(graph.order) + 1)]

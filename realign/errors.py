@@ -85,7 +85,7 @@ class TransientError(RealignError):
     """A failure that a restart with `resume=auto` can fix: a full disk, an unreachable server, a lost worker."""
 
 
-TRANSIENT_ERRNOS = frozenset(
+_TRANSIENT_ERRNOS = frozenset(
     getattr(errno, name)
     for name in (
         # disk: full, over quota, failing, or a network file system that is away
@@ -110,7 +110,7 @@ def is_transient(error: OSError) -> bool:
         return True
     if error.errno is None and isinstance(error.__cause__, OSError):
         return is_transient(error.__cause__)
-    return error.errno in TRANSIENT_ERRNOS
+    return error.errno in _TRANSIENT_ERRNOS
 
 
 class ExitCode(IntEnum):

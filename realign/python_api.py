@@ -57,7 +57,7 @@ from realign.runtime.output_folder import START
 from realign.runtime.run_report import attempts_in
 from realign.signals import Interrupted, raise_on_signals
 
-StrPath: TypeAlias = str | os.PathLike[str]
+_StrPath: TypeAlias = str | os.PathLike[str]
 _PLAIN = re.compile(r"[A-Za-z_./][\w./:@-]*", re.ASCII)
 """Text that Hydra reads as text, without quotes."""
 _KEYWORDS = ("null", "true", "false", "nan", "inf")
@@ -166,7 +166,7 @@ class Run:
             output.print(line, markup=False, highlight=False, soft_wrap=True)
         return Samples(shown)
 
-    def save(self, folder: StrPath) -> Path:
+    def save(self, folder: _StrPath) -> Path:
         """Write the trained model to a new folder with a model card, which transformers and vLLM load.
 
         Raises:
@@ -197,13 +197,13 @@ class Samples(list[dict[str, Any]]):
 
 
 def train(
-    experiment: StrPath | Experiment,
+    experiment: _StrPath | Experiment,
     *,
     model: Any = None,
     tokenizer: Any = None,
     data: Any = None,
     reward: Any = None,
-    config_dir: StrPath | None = None,
+    config_dir: _StrPath | None = None,
     quiet: bool = False,
     **overrides: Any,
 ) -> Run:
@@ -270,13 +270,13 @@ def train(
 
 
 def load_experiment(
-    experiment: StrPath,
+    experiment: _StrPath,
     *,
     model: Any = None,
     tokenizer: Any = None,
     data: Any = None,
     reward: Any = None,
-    config_dir: StrPath | None = None,
+    config_dir: _StrPath | None = None,
     **overrides: Any,
 ) -> Experiment:
     """Return the experiment that `realign.train` would run with the same arguments, without loading model or data.
@@ -291,7 +291,7 @@ def load_experiment(
         return _Call.of(experiment, model, tokenizer, data, reward, overrides, config_dir).build()
 
 
-def compare(*runs: StrPath | Run) -> None:
+def compare(*runs: _StrPath | Run) -> None:
     """Print the metrics and the settings that differ between runs, as `realign compare` does.
 
     Raises:
@@ -302,7 +302,7 @@ def compare(*runs: StrPath | Run) -> None:
         output.print(part)
 
 
-def chat(model: StrPath | Run, *messages: str, **settings: Any) -> list[str]:
+def chat(model: _StrPath | Run, *messages: str, **settings: Any) -> list[str]:
     """Return the answers of a model to the messages of one conversation. Without messages, read them from the keyboard.
 
     Args:
@@ -344,13 +344,13 @@ class _Call:
     @classmethod
     def of(
         cls,
-        experiment: StrPath,
+        experiment: _StrPath,
         model: Any,
         tokenizer: Any,
         data: Any,
         reward: Any,
         overrides: Mapping[str, Any],
-        config_dir: StrPath | None,
+        config_dir: _StrPath | None,
     ) -> _Call:
         if os.getcwd() not in sys.path:
             sys.path.append(os.getcwd())  # as on the command line, for `_target_` in a file of the current folder

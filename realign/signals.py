@@ -22,7 +22,7 @@ SIGNALS = tuple(
     for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU")
     if (number := getattr(signal, name, None)) is not None  # Windows has only the first two
 )
-TAKEN = (signal.SIGINT, signal.SIGTERM)
+_TAKEN = (signal.SIGINT, signal.SIGTERM)
 """Signals whose handlers are replaced even if they aren't Python's: Ray's for SIGTERM ends the process silently."""
 
 
@@ -60,7 +60,7 @@ class _Handler:
 
 
 @contextmanager
-def handle_signals(act: Callable[[int], None], numbers: Iterable[int] = SIGNALS) -> Iterator[None]:
+def _handle_signals(act: Callable[[int], None], numbers: Iterable[int] = SIGNALS) -> Iterator[None]:
     """Call `act` with the number of each signal that arrives in this context.
 
     Python handles signals in the main thread only. In other threads this has no effect.
@@ -69,7 +69,7 @@ def handle_signals(act: Callable[[int], None], numbers: Iterable[int] = SIGNALS)
     if threading.current_thread() is threading.main_thread():
         for number in numbers:
             now = signal.getsignal(number)
-            free = number in TAKEN or now is signal.SIG_DFL or isinstance(now, _Handler)
+            free = number in _TAKEN or now is signal.SIG_DFL or isinstance(now, _Handler)
             if free and now is not signal.SIG_IGN:
                 before[number] = signal.signal(number, _Handler(act))
     try:
@@ -85,7 +85,7 @@ def raise_on_signals() -> AbstractContextManager[None]:
     def stop(number: int) -> None:
         raise Interrupted(number)
 
-    return handle_signals(stop, [number for number in SIGNALS if number != signal.SIGINT])
+    return _handle_signals(stop, [number for number in SIGNALS if number != signal.SIGINT])
 
 
 def raise_in_main_thread(error: BaseException) -> None:
@@ -108,7 +108,7 @@ class StopSignals:
         self._quiet = quiet
         self.received: int | None = None
         """Number of the first signal; None before it arrives."""
-        self._handlers = handle_signals(self._note)
+        self._handlers = _handle_signals(self._note)
 
     def __enter__(self) -> Self:
         self._handlers.__enter__()

@@ -6,7 +6,7 @@ from contextlib import suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
-DISTRIBUTION = "realign-rl"
+_DISTRIBUTION = "realign-rl"
 UNKNOWN = "0+unknown"
 """Version of source files that are imported without being installed."""
 
@@ -24,4 +24,4 @@ def version_of(distribution: str) -> str | None:
 
 def installed_version() -> str:
     """Return the version of this package as pip shows it, or `UNKNOWN` if it is not installed."""
-    return version_of(DISTRIBUTION) or UNKNOWN
+    return version_of(_DISTRIBUTION) or UNKNOWN

@@ -301,7 +301,7 @@ def _find_repeated(names: Iterable[str]) -> str | None:
 SAMPLED = ("input_ids", "prompt_mask", "loss_mask", "logprobs", "versions", "truncated")
 """Keys that sampling writes."""
 
-REPLAYED = (ROUTER_EXPERTS, SAMPLING_MASK)
+_REPLAYED = (ROUTER_EXPERTS, SAMPLING_MASK)
 """Keys that sampling writes if the settings ask for it, and training replays."""
 
 
@@ -339,7 +339,7 @@ def rl_graph(interfaces: Mapping[str, ModelInterface]) -> DataflowGraph:
     if "advantages" in needs:  # then `credit` is a separate call with its own needs
         needs = {**interfaces["actor"].keys("credit").needs, **needs}
     rpcs, rewards = _sampling_calls(interfaces, scored="rewards" in needs or "reward" in interfaces)
-    replayed = [key for key in REPLAYED if key in needs and key in rpcs[0].outputs]
+    replayed = [key for key in _REPLAYED if key in needs and key in rpcs[0].outputs]
     masks = [key for key in replayed if key == SAMPLING_MASK]
     experts = [key for key in replayed if key == ROUTER_EXPERTS]
     named = [key for rpc in rpcs for key in rpc.outputs if key.startswith(NAMED)]
@@ -401,7 +401,7 @@ def _sampling_calls(interfaces: Mapping[str, ModelInterface], *, scored: bool) -
     scores = ["rewards", "dense_rewards"] if dense else ["rewards"]
     named = named_reward_outputs(interfaces["reward"], "inference") if "reward" in interfaces else ()
     writes = interfaces["actor"].keys("generate").writes or frozenset()
-    recorded = [key for key in REPLAYED if key in writes]
+    recorded = [key for key in _REPLAYED if key in writes]
     sample = RPC("actor_gen", "actor", "generate", inputs=("prompt_ids",), outputs=(*SAMPLED, *recorded))
     if not scored:
         return [sample], []

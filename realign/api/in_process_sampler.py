@@ -33,9 +33,9 @@ IN_PROCESS = Capabilities(
 """Guarantees of an engine that samples in process."""
 
 
-GATHER_S = 0.01
+_GATHER_S = 0.01
 """Seconds without a further request after which the waiting ones are sampled."""
-GATHER_MOST_S = 1.0
+_GATHER_MOST_S = 1.0
 """Maximum seconds that a request waits for further ones."""
 
 
@@ -91,7 +91,7 @@ class InProcessSampler:
     """Samples with a role's own engine, using the current training weights. Implements `Sampler`.
 
     `generate` is one call of the engine. `submit` collects requests: the first thread that waits for a result samples
-    all of them in one call of the engine, when no further request has arrived for `GATHER_S`. Since an engine samples
+    all of them in one call of the engine, when no further request has arrived for `_GATHER_S`. Since an engine samples
     whole groups, that call samples responses 0 to the highest requested index for each prompt.
 
     All methods are thread-safe, and serialize calls of the engine. The sampler does not track other calls of the
@@ -214,11 +214,11 @@ class InProcessSampler:
 
     def _gather(self) -> None:
         """Wait while further requests arrive, since all of them cost about as much as one."""
-        known, end = -1, time.monotonic() + GATHER_MOST_S
+        known, end = -1, time.monotonic() + _GATHER_MOST_S
         # Without the guard: a count that is out of date only changes the wait.
         while len(self._waiting) != known and time.monotonic() < end:
             known = len(self._waiting)
-            time.sleep(GATHER_S)
+            time.sleep(_GATHER_S)
 
     def _check_open(self) -> None:
         if self._closed:

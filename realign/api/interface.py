@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 METHODS = ("generate", "inference", "credit", "train_step")
 """Methods of an interface that an RPC can call."""
-COMPONENT_KEYS = ("ref_logprobs", "ref_hidden", "prox_logprobs", "values", "dense_rewards", "baseline_rewards")
+_COMPONENT_KEYS = ("ref_logprobs", "ref_hidden", "prox_logprobs", "values", "dense_rewards", "baseline_rewards")
 """Keys that only an optional component reads. Computing an unread one is a configuration error."""
-COMPONENT_PREFIXES = ("ptx_", "teacher_")
+_COMPONENT_PREFIXES = ("ptx_", "teacher_")
 """Prefixes of further component keys."""
 
 
@@ -268,8 +268,8 @@ def method_of(interface: ModelInterface, name: str) -> Callable[[Model, Sequence
 
 
 def is_component_key(key: str) -> bool:
-    """Return whether only an optional component reads a key (`COMPONENT_KEYS`, `COMPONENT_PREFIXES`)."""
-    return key in COMPONENT_KEYS or key.startswith(COMPONENT_PREFIXES)
+    """Return whether only an optional component reads a key (`_COMPONENT_KEYS`, `_COMPONENT_PREFIXES`)."""
+    return key in _COMPONENT_KEYS or key.startswith(_COMPONENT_PREFIXES)
 
 
 __all__ = [

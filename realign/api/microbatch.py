@@ -15,7 +15,7 @@ from realign.run_settings import MicroBatchLimits
 from realign.settings import Count
 
 
-class Cuttable(Protocol):
+class _Cuttable(Protocol):
     """The attributes that splitting needs. `SequenceSample` has them, and imports this module."""
 
     @property
@@ -34,7 +34,7 @@ class Cuttable(Protocol):
         ...
 
 
-Sample = TypeVar("Sample", bound=Cuttable)
+Sample = TypeVar("Sample", bound=_Cuttable)
 
 
 @dataclass

@@ -76,9 +76,9 @@ class SequenceSample:
     metadata: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "ids", as_ids(self.ids))
+        object.__setattr__(self, "ids", _as_ids(self.ids))
         object.__setattr__(self, "data", MappingProxyType(dict(self.data)))
-        metadata = {key: as_metadata(key, values) for key, values in self.metadata.items()}
+        metadata = {key: _as_metadata(key, values) for key, values in self.metadata.items()}
         object.__setattr__(self, "metadata", MappingProxyType(metadata))
         if odd := [key for key in (*self.data, *self.lengths, *self.metadata) if not isinstance(key, str)]:
             raise ValueError(f"keys must be text, found {odd[0]!r}")
@@ -89,7 +89,7 @@ class SequenceSample:
         distinct: list[Lengths] = []  # keys with equal lengths share one object, so that selecting rows indexes once
         lengths = {}
         for key, cut in self.lengths.items():
-            check_packed(key, self.data[key], cut, self.ids)
+            _check_packed(key, self.data[key], cut, self.ids)
             lengths[key] = next((known for known in distinct if known == cut), cut)
             if lengths[key] is cut:
                 distinct.append(cut)
@@ -116,7 +116,7 @@ class SequenceSample:
             tuple(ids),
             {key: x for key, (x, _) in packed.items()},
             {key: lengths for key, (_, lengths) in packed.items()},
-            {key: as_metadata(key, objects) for key, objects in (metadata or {}).items()},
+            {key: _as_metadata(key, objects) for key, objects in (metadata or {}).items()},
         )
 
     @classmethod
@@ -175,7 +175,7 @@ class SequenceSample:
 
     def with_metadata(self, **metadata: Sequence[Any]) -> SequenceSample:
         """Add keys with one Python object per prompt."""
-        return replace(self, metadata={**self.metadata, **{k: as_metadata(k, v) for k, v in metadata.items()}})
+        return replace(self, metadata={**self.metadata, **{k: _as_metadata(k, v) for k, v in metadata.items()}})
 
     def _pack(self, key: str, nested: Nested, cut: Lengths) -> Tensor:
         x, lengths = pack(key, self.ids, nested)
@@ -453,7 +453,7 @@ def part_sizes(n: int, parts: int) -> str:
     return f"{smallest} or {smallest + 1}" if larger else str(smallest)
 
 
-def as_ids(ids: Iterable[Hashable]) -> tuple[Hashable, ...]:
+def _as_ids(ids: Iterable[Hashable]) -> tuple[Hashable, ...]:
     """Return the ids as a tuple.
 
     Raises:
@@ -469,7 +469,7 @@ def as_ids(ids: Iterable[Hashable]) -> tuple[Hashable, ...]:
     raise ValueError(f"Duplicate id {repeated!r} ({times} occurrences). Ids must be unique")
 
 
-def as_metadata(key: str, values: Sequence[Any]) -> tuple[Any, ...]:
+def _as_metadata(key: str, values: Sequence[Any]) -> tuple[Any, ...]:
     """Return the metadata of a key as a tuple with one object per prompt.
 
     Raises:
@@ -480,7 +480,7 @@ def as_metadata(key: str, values: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(values)
 
 
-def check_packed(key: str, x: object, lengths: object, ids: Sequence[Hashable]) -> None:
+def _check_packed(key: str, x: object, lengths: object, ids: Sequence[Hashable]) -> None:
     """Check that a packed tensor has the rows that its lengths state for these ids.
 
     Raises:

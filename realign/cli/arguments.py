@@ -76,18 +76,18 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
 )
 ON_EXPERIMENT = (TRAIN, "check", "graph", "plan", "profile")
 """Commands that need overrides, which select an experiment."""
-SWEEPS = ("-m", "--multirun")
-SWITCH: Mapping[str, Any] = MappingProxyType({"action": "store_true"})
+_SWEEPS = ("-m", "--multirun")
+_SWITCH: Mapping[str, Any] = MappingProxyType({"action": "store_true"})
 OPTIONS: Mapping[tuple[str, ...], Mapping[str, Any]] = MappingProxyType(
     {
-        ("--help", "-h"): SWITCH,
-        ("--version",): SWITCH,
-        ("--debug",): SWITCH,
-        ("--multirun", "-m"): SWITCH,
+        ("--help", "-h"): _SWITCH,
+        ("--version",): _SWITCH,
+        ("--debug",): _SWITCH,
+        ("--multirun", "-m"): _SWITCH,
         ("--trials",): {"type": int},
-        ("--resolve",): SWITCH,
-        ("--merge",): SWITCH,
-        ("--rescore",): SWITCH,
+        ("--resolve",): _SWITCH,
+        ("--merge",): _SWITCH,
+        ("--rescore",): _SWITCH,
         ("--out", "-o"): {},
         ("--to",): {},
         ("--push",): {},
@@ -263,7 +263,7 @@ def _translate(words: Sequence[str], config_dir: str | None, base: str | None) -
 
 def command_words(argv: Sequence[str]) -> list[str] | None:
     """Return the words that repeat a run on the command line; None for a sweep, which has no single command."""
-    if any(word in SWEEPS for word in argv):
+    if any(word in _SWEEPS for word in argv):
         return None
     return [word for word in with_overrides_for_flags(argv) if word not in (TRAIN, "--debug")]
 

@@ -113,8 +113,8 @@ def preflight(experiment: Experiment, console: Console) -> None:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     say("\nGraph\n" + to_text(experiment.graph, shared_roles(experiment.models)))
-    say("Disk\n  " + disk_line(experiment.output_dir))
-    say("\nDevices\n  " + devices_line())
+    say("Disk\n  " + _disk_line(experiment.output_dir))
+    say("\nDevices\n  " + _devices_line())
     for role, mesh in describe_meshes(experiment).items():
         say(f"  {role}: {mesh}")
     free = cache(free_memory)  # also of the second estimate: the memory before the models are loaded
@@ -133,26 +133,26 @@ def preflight(experiment: Experiment, console: Console) -> None:
         say(f"\nData\n  {runtime.dataset.describe()}{others}")
         if columns := experiment.data.describe_columns():
             say(f"  {visible(columns)}")
-        longest = longest_of_data(runtime)
+        longest = _longest_of_data(runtime)
         devices = estimate(settled, longest, free)
         if longest is not None:
             what = "prompt" if experiment.longest_response else "row"
             for device in devices:
                 say(f"  the longest {what} has {longest:,} tokens; estimate with it: {summary(device)}")
         # The others were reported before anything was loaded.
-        warn_memory(device for device in devices if device.holds_weights)
+        _warn_memory(device for device in devices if device.holds_weights)
         say("")
         show_row(console, runtime.first_row())
         if runtime.known_answers:
             say("\nKnown answers" + "".join(f"\n  {line}" for line in runtime.known_answers))
-        batch = run_calls(runtime)
+        batch = _run_calls(runtime)
         say(f"\nTwo prompts through every call except training\n{batch!r}")
         shown: Counter[str] = Counter()
         for record in runtime.readable(batch, ROWS):
             shown[record["id"]] += 1
             if shown[record["id"]] <= RESPONSES:
                 say(f"  {as_one_line(record)}: reward {record['reward']}")
-        warn_of_equal_rewards(runtime, batch)
+        _warn_of_equal_rewards(runtime, batch)
 
 
 def print_memory(console: Console, devices: Sequence[DeviceEstimate], prompt: int) -> None:
@@ -176,10 +176,10 @@ def print_memory(console: Console, devices: Sequence[DeviceEstimate], prompt: in
     console.print(table)
     for device in devices:
         console.print(summary(device), markup=False, highlight=False, soft_wrap=True)
-    warn_memory(device for device in devices if not device.holds_weights)
+    _warn_memory(device for device in devices if not device.holds_weights)
 
 
-def warn_memory(devices: Iterable[DeviceEstimate]) -> None:
+def _warn_memory(devices: Iterable[DeviceEstimate]) -> None:
     """Warn about devices that are too small."""
     for device in devices:
         for problem in device.problems():
@@ -208,7 +208,7 @@ def summary(device: DeviceEstimate) -> str:
     return f"{device.device}{processes}: {show(device.kept)} between calls, peak {show(device.peak)}{free}"
 
 
-def warn_of_equal_rewards(runtime: LocalRuntime, batch: SequenceSample) -> None:
+def _warn_of_equal_rewards(runtime: LocalRuntime, batch: SequenceSample) -> None:
     """Warn if all sampled responses fail alike, with a reward of 0 or less: nothing distinguishes better ones."""
     sampling = [rpc.model for rpc in runtime.graph.leading_to("rewards") if rpc.method == "generate"]
     if not sampling or "rewards" not in batch:
@@ -247,7 +247,7 @@ def causes_of_failure(batch: SequenceSample, tokenizer: Any) -> Iterator[str]:
                 return
 
 
-def longest_of_data(runtime: LocalRuntime) -> int | None:
+def _longest_of_data(runtime: LocalRuntime) -> int | None:
     """Return the length of the longest prompt of the data, or row if nothing is sampled; None for unread rows."""
     datasets = [runtime.dataset, *runtime.datasets.held_out.values()]
     if any(dataset.size is None for dataset in datasets):
@@ -257,7 +257,7 @@ def longest_of_data(runtime: LocalRuntime) -> int | None:
     return runtime.dataset.longest_row or None
 
 
-def run_calls(runtime: LocalRuntime) -> SequenceSample:
+def _run_calls(runtime: LocalRuntime) -> SequenceSample:
     """Run every call that does not train on the first `ROWS` prompts of the first step, and return the batch."""
     batch = runtime.batch(1)
     batch = batch.take(range(min(ROWS, len(batch))))
@@ -268,12 +268,12 @@ def run_calls(runtime: LocalRuntime) -> SequenceSample:
     return batch
 
 
-def disk_line(output_dir: Path) -> str:
+def _disk_line(output_dir: Path) -> str:
     """Return the free disk space of `output_dir`."""
     return f"{output_dir}: {shutil.disk_usage(writable(output_dir)).free / GIB:.1f} GiB free"
 
 
-def devices_line() -> str:
+def _devices_line() -> str:
     """Return the GPUs that torch sees, and the number of CPU threads that it uses."""
     gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     named = [f"{gpu.name} ({gpu.total_memory / GIB:.0f} GiB)" for gpu in gpus]

@@ -44,13 +44,13 @@ ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC
 """Environment variables that configure the memory allocator of torch."""
 BRIEF = ("check", "graph")
 """Commands that import torch for a few seconds of work."""
-ANNOUNCED = (TRAIN, "check", "profile")
+_ANNOUNCED = (TRAIN, "check", "profile")
 """Commands whose first line appears at once, before torch is imported."""
-PRINTING = ("--cfg", "-c", "--info", "-i", "--help", "-h", "--version", "--shell-completion")
+_PRINTING = ("--cfg", "-c", "--info", "-i", "--help", "-h", "--version", "--shell-completion")
 """Options whose output is read by programs."""
 COMPLETE = "--complete"
 """First argument of a call by a completion script."""
-MENU = """\
+_MENU = """\
 realign: reinforcement learning for language models
 
   realign experiment=NAME key=value ...   train
@@ -64,7 +64,7 @@ realign: reinforcement learning for language models
 First run (a few seconds): python -m realign.demo.arithmetic, then
   realign experiment=sft_arithmetic steps=20
 """
-HELP = """\
+_HELP = """\
 realign: reinforcement learning for language models on packed sequences
 
 Usage
@@ -152,7 +152,7 @@ def _works(args: Sequence[str]) -> bool:
     """Return whether a command line does more than print, so that it succeeds without its output, too."""
     command = next(iter(args), "")
     trains = command not in COMMANDS or command in (TRAIN, "fork")
-    return command in ("serve", "view") or (trains and not {arg.partition("=")[0] for arg in args} & {*PRINTING})
+    return command in ("serve", "view") or (trains and not {arg.partition("=")[0] for arg in args} & {*_PRINTING})
 
 
 def _report_lost_output(error: OSError) -> int:
@@ -164,11 +164,11 @@ def _report_lost_output(error: OSError) -> int:
 
 def first_line(args: Sequence[str]) -> str:
     """Return the line that shows at once what a command line starts; empty for commands that are quick."""
-    if not args or os.environ.get("RANK", "0") != "0" or {arg.partition("=")[0] for arg in args} & {*PRINTING}:
+    if not args or os.environ.get("RANK", "0") != "0" or {arg.partition("=")[0] for arg in args} & {*_PRINTING}:
         return ""
     command = args[0] if args[0] in COMMANDS else TRAIN
     run = next((arg for arg in args if arg.startswith("experiment=") or is_file(arg)), None)
-    if run is None or command not in ANNOUNCED:
+    if run is None or command not in _ANNOUNCED:
         return ""
     return f"realign {command} {run}: importing torch and transformers"
 
@@ -226,11 +226,11 @@ def _dispatch(argv: list[str], start: Start) -> int:
     if args.help:
         keys = [word for word in args.words if word not in COMMANDS]
         folder = Path(args.config_dir) if args.config_dir else None
-        return describe_keys(args, keys) if keys else _say(help_text(folder))
+        return describe_keys(args, keys) if keys else _say(_help_text(folder))
     command, words = _command_of(args.words)
     check_flags(command, args)
     if not argv:
-        return _say(MENU)
+        return _say(_MENU)
     if command in ON_EXPERIMENT and not (words or args.cfg or args.info):
         raise ConfigError("no overrides. Start from experiment=NAME; `realign --help` lists the experiments.")
     if args.multirun or args.trials is not None:
@@ -291,7 +291,7 @@ def _experiment(words: Sequence[str]) -> str:
     return ""
 
 
-def help_text(config_dir: Path | None = None) -> str:
+def _help_text(config_dir: Path | None = None) -> str:
     """Return the text of `realign --help`. Imports neither torch nor Hydra."""
     groups = {"experiments": list_experiments(config_dir), "algorithms": list_algorithms(config_dir)}
     width = max((len(name) for files in groups.values() for name in files), default=0)
@@ -299,7 +299,7 @@ def help_text(config_dir: Path | None = None) -> str:
         group: "\n".join(f"  {name:<{width}}  {line}".rstrip() for name, line in files.items())
         for group, files in groups.items()
     }
-    return HELP.format(**lines)
+    return _HELP.format(**lines)
 
 
 def describe_keys(args: argparse.Namespace, words: Sequence[str]) -> int:

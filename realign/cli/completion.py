@@ -24,7 +24,7 @@ from realign.config.index import class_at, indexed
 from realign.config.places import ROOTS, place_of
 from realign.config.words import choices
 
-EXAMPLE = "grpo"
+_EXAMPLE = "grpo"
 """Experiment whose keys are offered if the command line names none."""
 
 _SAFE = re.compile(r"[\w.@/+=-]*")
@@ -151,7 +151,7 @@ def _words(entry: Entry | None) -> list[str]:
 def _config(before: list[str], folder: Path | None) -> dict[str, Any]:
     """Return the values that the words before the cursor set."""
     # The words before the cursor come last, and so replace the example.
-    return file_values([f"experiment={EXAMPLE}", *before], folder)
+    return file_values([f"experiment={_EXAMPLE}", *before], folder)
 
 
 def _group(group: str, folder: Path | None) -> list[str]:

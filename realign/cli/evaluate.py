@@ -37,10 +37,10 @@ if TYPE_CHECKING:
 
 BASE = "grpo"
 """Experiment whose settings apply if the command line names none."""
-UNNAMED = "evaluation"
+_UNNAMED = "evaluation"
 """Name of the evaluation without a name."""
 RESULTS, SAMPLES = "results.json", "samples.jsonl"
-UNUSED = "realign.rewards.arithmetic:exact_answer"
+_UNUSED = "realign.rewards.arithmetic:exact_answer"
 """Reward of training, which must be set but is not called if each evaluation has its own reward."""
 
 
@@ -76,7 +76,7 @@ class EvalRequest:
         Raises:
             ConfigError: `eval.sets` names an evaluation that does not exist, or the experiment has none.
         """
-        known = {key.partition(".")[2] or UNNAMED: key for key in self.experiment.all_evaluations}
+        known = {key.partition(".")[2] or _UNNAMED: key for key in self.experiment.all_evaluations}
         if not known:
             raise _no_evaluation()
         for name in self.options.sets:
@@ -112,7 +112,7 @@ def evaluate(args: argparse.Namespace, words: Sequence[str]) -> int:
             done = outcomes[name]
             title = f"{name}: {done.prompts:,} rows in {done.seconds:.1f} s ({loaded.evaluations[key].describe()})"
             console.print(title, markup=False, highlight=False, soft_wrap=True)
-            console.print(outcome_table(done))
+            console.print(_outcome_table(done))
             console.print()
     _write_results(request, keys, outcomes)
     for path in (RESULTS, SAMPLES):
@@ -186,7 +186,7 @@ def _of_training(raw: Mapping[str, Any]) -> Iterator[str]:
         return
     if not all(isinstance(node, Mapping) and node.get("reward") for node in nodes.values()):
         raise ConfigError("interfaces.reward.function is missing: it scores the responses. Set it to FILE.py:FUNCTION.")
-    yield f"interfaces.reward.function={UNUSED}"
+    yield f"interfaces.reward.function={_UNUSED}"
 
 
 def _no_evaluation() -> ConfigError:
@@ -224,7 +224,7 @@ class SampleWriter:
             self._file.write(f"{line}\n".encode(errors="backslashreplace"))
 
 
-def outcome_table(outcome: Outcome) -> Table:
+def _outcome_table(outcome: Outcome) -> Table:
     """Return the table of an evaluation: metric, value and standard error."""
     from rich.table import Table
     from rich.text import Text

@@ -40,7 +40,7 @@ from realign.report.files import is_run
 from realign.text import visible
 
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
-CARD = "README.md"
+_CARD = "README.md"
 COPIED = (
     *("config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json", CONFIG),
     *("interface_state*.json", "*processor_config.json", "LICENSE*", "NOTICE*"),
@@ -82,7 +82,7 @@ class Export:
         with tempfile.TemporaryDirectory() as scratch:
             target = self.to or Path(scratch, "model")
             save_folder(target, lambda new: self._write(new, folder, adapter))
-            if left_out := [name for name in _files(folder) if name != CARD and not _is_copied(name)]:
+            if left_out := [name for name in _files(folder) if name != _CARD and not _is_copied(name)]:
                 say(f"Left out, because a model has no such files: {visible(', '.join(left_out))}")
             if self.to is not None:
                 say(f"{'Merged model' if self.merge else 'Adapter' if adapter else 'Model'} written to {self.to}")
@@ -128,7 +128,7 @@ class Export:
         if not has_tokenizer(str(new)) or reread_difference(tokenizer, new) is not None:
             save_tokenizer(tokenizer, new)
         name = self.push or (self.to.name if self.to is not None else "")
-        replace_text(new / CARD, model_card(name, folder, new, adapter))
+        replace_text(new / _CARD, model_card(name, folder, new, adapter))
 
 
 def export(args: argparse.Namespace, words: Sequence[str]) -> int:

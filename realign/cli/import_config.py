@@ -23,17 +23,17 @@ from realign.config.command_line import prepare, quote_text
 from realign.config.errors import ConfigError, join_messages, suggest
 from realign.safe_yaml import load_yaml
 
-PLACEHOLDER = re.compile(r"\{([\w.]+?)(?:\|([\w.]+?))?(-1)?\}")
+_PLACEHOLDER = re.compile(r"\{([\w.]+?)(?:\|([\w.]+?))?(-1)?\}")
 LINK = re.compile(r"\$\{([\w.]+)\}")
 REFEREE = Path(__file__).parents[2] / "benchmarks" / "referee"
-MOST_SETTINGS = 2_000
+_MOST_SETTINGS = 2_000
 """Limit of the settings of a config, so that a file that is no config ends with an error."""
-LONGEST_FILE = 100_000
+_LONGEST_FILE = 100_000
 """Limit of the characters of a file, since reading YAML takes a second for each 50,000 of them."""
 LONGEST_VALUE, DEEPEST = 4_000, 4
 """Limits of the characters of a value, and of the lists in each other. The grammar of overrides takes exponential time
 for nested lists."""
-USAGE = "realign import trl|trl-dpo|trl-kto|verl|openrlhf|areal [FILE.yaml] [SETTING ...]"
+_USAGE = "realign import trl|trl-dpo|trl-kto|verl|openrlhf|areal [FILE.yaml] [SETTING ...]"
 
 
 class Imported(NamedTuple):
@@ -55,12 +55,12 @@ def import_config(_: argparse.Namespace | None, words: Sequence[str]) -> int:
     """Run `realign import`: print the command, what it lacks, and the proof."""
     known = {name: table["tool"] for table in tables().values() for name in table.get("import", {})}
     if not words or words[0] not in known:
-        raise ConfigError(f"{USAGE}{suggest(words[0], known) if words else ''}")
+        raise ConfigError(f"{_USAGE}{suggest(words[0], known) if words else ''}")
     tool, rest = words[0], list(words[1:])
     file = rest.pop(0) if rest and not rest[0].startswith("-") and "=" not in rest[0] else None
     given = {**(_of_file(file) if file else {}), **_of_words(rest)}
     if not given:
-        raise ConfigError(f"no settings. {USAGE}")
+        raise ConfigError(f"no settings. {_USAGE}")
     imported = translate_config(tool, given)
     print("realign " + " \\\n    ".join(shlex.quote(word) for word in imported.overrides))
     for title, lines in (("No equivalent", imported.refused), ("Set by hand, or leave out", imported.by_hand)):
@@ -132,9 +132,9 @@ def _of_file(path: str) -> dict[str, Any]:
     """
     try:
         with Path(path).open(encoding="utf-8") as file:
-            text = file.read(LONGEST_FILE + 1)
-        if len(text) > LONGEST_FILE:
-            raise ConfigError(f"{path}: more than {LONGEST_FILE:,} characters are not expected in a config")
+            text = file.read(_LONGEST_FILE + 1)
+        if len(text) > _LONGEST_FILE:
+            raise ConfigError(f"{path}: more than {_LONGEST_FILE:,} characters are not expected in a config")
         loaded = load_yaml(text)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: the file cannot be read: {error}") from error
@@ -144,8 +144,8 @@ def _of_file(path: str) -> dict[str, Any]:
     # values such as ${gconfig.n_samples}, of a name in the file; no resolver runs
     linked = {name: match[1] for name, value in settings.items() if (match := LINK.fullmatch(str(value)))}
     settings |= {name: settings[target] for name, target in linked.items() if target in settings}
-    if len(settings) > MOST_SETTINGS:
-        raise ConfigError(f"{path}: {len(settings):,} settings; at most {MOST_SETTINGS:,} are expected in a config")
+    if len(settings) > _MOST_SETTINGS:
+        raise ConfigError(f"{path}: {len(settings):,} settings; at most {_MOST_SETTINGS:,} are expected in a config")
     return settings
 
 
@@ -160,7 +160,7 @@ def _of_words(words: Sequence[str]) -> dict[str, Any]:
         elif name:
             texts_by_key[name].append(word)
         else:
-            raise ConfigError(f"{word!r}: expected name=value or --name value. {USAGE}")
+            raise ConfigError(f"{word!r}: expected name=value or --name value. {_USAGE}")
     try:
         values = {key: [load_yaml(text) for text in texts] for key, texts in texts_by_key.items()}
     except yaml.YAMLError as error:
@@ -241,7 +241,7 @@ def _same(found: Any, value: Any) -> bool:
 def _names(rule: Mapping[str, Any]) -> Iterator[str]:
     yield from (*rule.get("when", {}), *rule.get("unless", {}))
     for word in rule.get("set", ()):
-        for first, second, _ in PLACEHOLDER.findall(word):
+        for first, second, _ in _PLACEHOLDER.findall(word):
             yield from (name.removesuffix(".0").removesuffix(".1") for name in (first, second) if name)
 
 
@@ -267,7 +267,7 @@ def _fill(text: str, settings: Mapping[str, Any]) -> str:
             raise ConfigError(f"{match[1]}={_text(setting)}: expected a number") from None
 
     # {{ and }} are braces of the text itself, and must not look like a placeholder meanwhile.
-    return PLACEHOLDER.sub(replace, text.replace("{{", "\0").replace("}}", "\1")).replace("\0", "{").replace("\1", "}")
+    return _PLACEHOLDER.sub(replace, text.replace("{{", "\0").replace("}}", "\1")).replace("\0", "{").replace("\1", "}")
 
 
 def _text(value: Any) -> str:

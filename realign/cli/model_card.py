@@ -22,8 +22,8 @@ from realign.version import installed_version
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 SHOWN = ("reward", "loss", "kl", "preference_loss", "rewards/accuracy", "nll")
 """Metrics of training in a model card, in addition to those of evaluations."""
-MOST_STAGES = 10
-MOST_METRICS = 100
+_MOST_STAGES = 10
+_MOST_METRICS = 100
 
 
 def model_card(name: str, source: Path, exported: Path, adapter: AdapterFolder | None) -> str:
@@ -72,7 +72,7 @@ def _cell(text: object) -> str:
 def _stages(folder: Path) -> Iterator[tuple[Path, str]]:
     """Yield run folder and role of the run that saved `folder`, then of the run that saved its start, and so on."""
     # Bounded, since a run may start from a folder that a later run wrote: the stages can form a circle.
-    for _ in range(MOST_STAGES):
+    for _ in range(_MOST_STAGES):
         folder = folder.resolve()
         run = next((p for p in (folder.parent, folder.parent.parent) if (p / "config.yaml").is_file()), None)
         if run is None:
@@ -192,7 +192,7 @@ def _metrics(run: Path | None) -> Iterator[str]:
         return
     rows = [
         f"| {_cell(key)} | {points[0][1]:.4g} (step {points[0][0]}) | {points[-1][1]:.4g} (step {points[-1][0]}) |"
-        for key, points in sorted(series.items())[:MOST_METRICS]
+        for key, points in sorted(series.items())[:_MOST_METRICS]
     ]
     yield "\n".join(["## Metrics", "", "| metric | first | last |", "|---|---|---|", *rows])
 

@@ -101,7 +101,7 @@ class Serve(Settings):
         with closing(sampler):
             renderer = Renderer(model.tokenizer, self.template_options, self.response_template)
             # a sampler in this process owns the engine; the forward pass runs between two of its decode steps
-            forward = sampler.forward if isinstance(sampler, StreamingEngine) else one_at_a_time(model.engine.forward)
+            forward = sampler.forward if isinstance(sampler, StreamingEngine) else _one_at_a_time(model.engine.forward)
             positions = model.engine.capabilities().positions
             backend = ServedPolicy(sampler, renderer, self.generation, positions, scorer=Scorer(forward))
             sessions = Sessions(backend, key, seed=self.seed)
@@ -111,7 +111,7 @@ class Serve(Settings):
                 yield endpoint
 
 
-def one_at_a_time(forward: Forward) -> Forward:
+def _one_at_a_time(forward: Forward) -> Forward:
     """Return a function that makes one call at a time, from any thread."""
     lock = threading.Lock()
 

@@ -34,8 +34,8 @@ from realign.safe_yaml import load_yaml
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
 
-SLURM = "submitit_slurm"
-UNFINISHED = "not finished"
+_SLURM = "submitit_slurm"
+_UNFINISHED = "not finished"
 
 
 def sweep(words: Sequence[str], config_dir: str | None, start: Start, debug: bool) -> int:
@@ -147,9 +147,9 @@ def _check(composed: Composed) -> None:
         raise ConfigError(
             "-m: a sweep cannot run under torchrun, which starts the ranks of one run. Start each run separately."
         )
-    if composed.launcher == SLURM and not shutil.which("srun"):
+    if composed.launcher == _SLURM and not shutil.which("srun"):
         raise ConfigError(
-            f"hydra/launcher={SLURM}: the command srun was not found. Start the sweep on a Slurm cluster, or use "
+            f"hydra/launcher={_SLURM}: the command srun was not found. Start the sweep on a Slurm cluster, or use "
             "hydra/launcher=submitit_local."
         )
 
@@ -314,7 +314,7 @@ def _metric(runs: Sequence[SweptRun]) -> str | None:
 
 def _end(group: Sequence[SweptRun]) -> list[str]:
     ends = [
-        (UNFINISHED, "") if (end := run.summary) is None else (str(end["status"]), str(end["step"])) for run in group
+        (_UNFINISHED, "") if (end := run.summary) is None else (str(end["status"]), str(end["step"])) for run in group
     ]
     return [count_states([status for status, _ in ends]), ", ".join(dict.fromkeys(step for _, step in ends if step))]
 

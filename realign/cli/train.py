@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 Start: TypeAlias = "Callable[[ExperimentConfig, Experiment, Callable[[], None]], int]"
 """Function that runs the experiment built from a config, and returns the exit code. The last argument is called when
 the checks have passed."""
-LOG_FORMAT = "[%(asctime)s][%(name)s][%(levelname)s] - %(message)s"
+_LOG_FORMAT = "[%(asctime)s][%(name)s][%(levelname)s] - %(message)s"
 
 
 def train(args: argparse.Namespace, words: list[str], start: Start) -> int:
@@ -61,7 +61,7 @@ def record_launch(composed: Composed, output_dir: str) -> None:
     """Record the config, and configure the logs like Hydra."""
     record(composed, output_dir)
     # Without force, this does nothing if an imported library has added a handler.
-    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, stream=sys.stdout, force=True)
+    logging.basicConfig(level=logging.INFO, format=_LOG_FORMAT, stream=sys.stdout, force=True)
     logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for each request, so for each call of an agent
     verbose = composed.hydra.get("verbose") or []
     for name in verbose if isinstance(verbose, list) else [verbose]:

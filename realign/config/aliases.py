@@ -29,12 +29,12 @@ from realign.config.words import TARGET, is_word
 if TYPE_CHECKING:
     from realign.config.composition import Composed
 
-CHOOSES = ("experiment", "algorithm")
+_CHOOSES = ("experiment", "algorithm")
 """Config groups that decide which keys exist."""
-OWN_ROOTS = ("data", "evaluation", "interfaces", "models", "rollout", "runtime")
+_OWN_ROOTS = ("data", "evaluation", "interfaces", "models", "rollout", "runtime")
 """Root keys of realign that other tools use too. A user's own class may have a key below them that the table lists."""
 TABLE = Path(__file__).with_name("names.yaml")
-OBJECTS = ("realhf_names", "realhf_keys")
+_OBJECTS = ("realhf_names", "realhf_keys")
 """Tables of names that are no settings, but Python objects and keys of a batch."""
 FEW = 4
 """Most rows that help shows for the last part of a name; more are unrelated."""
@@ -94,7 +94,7 @@ def tables() -> Mapping[str, Mapping[str, Any]]:
     # The parser in Python takes several times as long, and the shell waits for this table at the tab key.
     loader: Any = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
     for title, table in yaml.load(TABLE.read_text(encoding="utf-8"), loader).items():
-        rows = [_row(row, tool=table["tool"], typed=title not in OBJECTS) for row in table["rows"]]
+        rows = [_row(row, tool=table["tool"], typed=title not in _OBJECTS) for row in table["rows"]]
         read[title] = MappingProxyType({**table, "rows": rows})
     return MappingProxyType(read)
 
@@ -151,7 +151,7 @@ def describe(name: str) -> list[str]:
     return list(dict.fromkeys(lines))
 
 
-class Translated(NamedTuple):
+class _Translated(NamedTuple):
     """A command line without names of other tools."""
 
     overrides: list[str]
@@ -161,7 +161,7 @@ class Translated(NamedTuple):
     """The config without some of the overrides, if names were compared with it. `again` composes all of them."""
 
 
-def translate(overrides: Sequence[str], config_dir: Path | str | None = None, base: str | None = None) -> Translated:
+def translate(overrides: Sequence[str], config_dir: Path | str | None = None, base: str | None = None) -> _Translated:
     """Replace names of other tools by keys.
 
     Args:
@@ -197,7 +197,7 @@ def translate(overrides: Sequence[str], config_dir: Path | str | None = None, ba
     if problems:
         raise ConfigError(join_messages(problems))
     notes = [f"{overrides[i]} was read as {' '.join(new[i])}" for i in sorted(new)]
-    return Translated([word for i, given in enumerate(overrides) for word in new.get(i, [given])], notes, composed)
+    return _Translated([word for i, given in enumerate(overrides) for word in new.get(i, [given])], notes, composed)
 
 
 def plain(text: str) -> str:
@@ -308,7 +308,7 @@ def _check_needs(name: str, value: str, target: str, rows: Sequence[Row], config
 def _is_own(key: str, config: Mapping[str, Any]) -> bool:
     """Return whether the config has a key, although `names.yaml` lists it."""
     root, _, rest = key.partition(".")
-    node = config.get(root) if root in OWN_ROOTS and rest else None
+    node = config.get(root) if root in _OWN_ROOTS and rest else None
     return isinstance(node, Mapping) and bool(node) and _has(root, node, rest.split("."))
 
 
@@ -316,10 +316,10 @@ def _foreign(word: str) -> str:
     """Return the message about a key that only other tools have, and that `names.yaml` lacks; empty for another key."""
     key = _parts(word)[1]
     root, dot, _ = key.partition(".")
-    if not dot or root in OWN_ROOTS or not _tools_of_root(root) or _entries_of(word):
+    if not dot or root in _OWN_ROOTS or not _tools_of_root(root) or _entries_of(word):
         return ""
     of = f"`realign help {root}` lists the names of {' and '.join(_tools_of_root(root))} that realign knows"
-    if root in CHOOSES:
+    if root in _CHOOSES:
         return f"unknown key {key!r}: {root}=NAME chooses a file and has no keys below it. {of}."
     return f"unknown key {key!r}. {of}; its own keys of a role begin with models and interfaces."
 
@@ -337,7 +337,7 @@ def _compose(overrides: Sequence[str], config_dir: Path | str | None, base: str 
     try:
         return composition.compose_layers(overrides, config_dir, base)
     except ConfigError:  # such as a sweep; other errors are reported later
-        choices = [word for word in overrides if word.partition("=")[0] in CHOOSES]
+        choices = [word for word in overrides if word.partition("=")[0] in _CHOOSES]
         return composition.compose_layers(choices, config_dir, base)
 
 

@@ -26,7 +26,7 @@ from realign.settings import Range, default_of
 PACKAGE = "realign"
 TARGET = "_target_"
 """Key of a component's class: its import path, or its word."""
-SET_BY_RUN = "interfaces"
+_SET_BY_RUN = "interfaces"
 """Parameter of a graph function that no config sets."""
 ALGORITHM_SETTINGS = "ALGORITHM_SETTINGS"
 """Class attribute of an interface, see `ModelInterface`."""
@@ -149,7 +149,7 @@ def _of_function(function: Any, returns: type) -> Class:
     fields = {
         name: _field(name, hints.get(name), parameter.default, parameter.empty, texts.get(name, ""))
         for name, parameter in inspect.signature(function).parameters.items()
-        if name != SET_BY_RUN
+        if name != _SET_BY_RUN
     }
     path = f"{function.__module__}.{function.__qualname__}"
     return Class(path, inspect.getdoc(function) or "", fields=fields, returns=import_path(returns))
@@ -158,7 +158,7 @@ def _of_function(function: Any, returns: type) -> Class:
 def _field(name: str, annotation: Any, default: Any, missing: Any, text: str) -> Field:
     required = default is missing or (isinstance(default, str) and default == "???")  # OmegaConf's "must be set"
     types = () if annotation is None else types_of(annotation)
-    return Field(name, types, None if required else as_written(default), required, text)
+    return Field(name, types, None if required else _as_written(default), required, text)
 
 
 def _hints(thing: Any) -> Mapping[str, Any]:
@@ -205,19 +205,19 @@ def _types(annotation: Any, limits: str = "") -> Iterator[Type]:
 _BUILT_IN = ("builtins", "typing", "collections.abc", "pathlib")
 
 
-def as_written(value: Any) -> Any:
+def _as_written(value: Any) -> Any:
     """Return a default as a config writes it, in values that JSON has too."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         cls = type(value)
         names = [f.name for f in dataclasses.fields(cls) if f.init]
         given = {name: getattr(value, name) for name in names if getattr(value, name) != default_of(cls, name)}
-        return {TARGET: import_path(cls), **{name: as_written(inner) for name, inner in given.items()}}
+        return {TARGET: import_path(cls), **{name: _as_written(inner) for name, inner in given.items()}}
     if isinstance(value, Enum):
         return value.name.rstrip("_")
     if isinstance(value, Mapping):
-        return {str(key): as_written(item) for key, item in value.items()}
+        return {str(key): _as_written(item) for key, item in value.items()}
     if isinstance(value, list | tuple | frozenset):
-        return [as_written(item) for item in value]
+        return [_as_written(item) for item in value]
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
 
 
-LONGEST_WORD = 100_000
+_LONGEST_WORD = 100_000
 """Limit of the characters of an override. Hydra reads about 60,000 of them per second."""
 _PLAIN_KEY = re.compile(r"[+~]{0,2}[\w@./:-]+")
 _SPECIAL = re.compile(r"""[,'"\[\]{}\\]|\$\{""")
@@ -34,11 +34,11 @@ def prepare(overrides: Sequence[str]) -> list[str]:
         ConfigError: an override is too long.
     """
     for word in overrides:
-        if len(word) > LONGEST_WORD:
+        if len(word) > _LONGEST_WORD:
             raise ConfigError(
-                f"{word[:60]!r}...: an override has {len(word):,} characters; at most {LONGEST_WORD:,} can be read"
+                f"{word[:60]!r}...: an override has {len(word):,} characters; at most {_LONGEST_WORD:,} can be read"
             )
-    return [quote_override(with_target(with_file(word))) for word in overrides]
+    return [quote_override(with_target(_with_file(word))) for word in overrides]
 
 
 def quote_override(word: str) -> str:
@@ -71,7 +71,7 @@ def is_file(word: str) -> bool:
     return "=" not in word and is_path(word)
 
 
-def with_file(word: str) -> str:
+def _with_file(word: str) -> str:
     """Return `experiment='FILE'` for `./my.yaml` and `experiment=./my.yaml`, and other words unchanged."""
     key, _, value = word.partition("=") if not is_file(word) else (EXPERIMENT, "=", word)
     files = value.split(",")

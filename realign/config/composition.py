@@ -43,8 +43,8 @@ from realign.config.words import NONE
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
 
-ROOT_KEYS = tuple(field.name for field in fields(ExperimentConfig) if field.name not in REPORT)
-FOLDERS = ("output_dir", "hydra.sweep.dir")
+_ROOT_KEYS = tuple(field.name for field in fields(ExperimentConfig) if field.name not in REPORT)
+_FOLDERS = ("output_dir", "hydra.sweep.dir")
 
 
 def compose(overrides: Sequence[str] = (), config_dir: Path | str | None = None) -> ExperimentConfig:
@@ -96,7 +96,7 @@ def compose_layers(
 
 
 def _defaults() -> dict[str, Any]:
-    return {key: value for key, value in dataclasses.asdict(ExperimentConfig()).items() if key in ROOT_KEYS}
+    return {key: value for key, value in dataclasses.asdict(ExperimentConfig()).items() if key in _ROOT_KEYS}
 
 
 @dataclass(frozen=True)
@@ -162,14 +162,14 @@ def _with_command_line(below: _FileLayers, words: Sequence[str], parsed: Sequenc
             raise ConfigError(f"{override.input_line}: only realign sets {override.key_or_group}")
     launcher, hydra = _hydra_settings(below, parsed)
     values = [override for override in parsed if not _is_group(override) and _root(override.key_or_group) != "hydra"]
-    known = [override for override in values if _root(override.key_or_group) in ROOT_KEYS]
+    known = [override for override in values if _root(override.key_or_group) in _ROOT_KEYS]
     if len(known) < len(values):
         raise ConfigError(_unknown(below, values, known))
     config, tree = _apply_overrides(below, known)
     typed_roots = _typed_roots(known)
     if unknown_keys(tree, [root for root in typed_roots if root not in ROOTS]):
         raise ConfigError(join_messages(unknown_keys(tree, typed_roots)))  # those of the components, too
-    check_values(tree)
+    _check_values(tree)
     typed = tuple(word for word, override in zip(words, parsed, strict=True) if not override.is_hydra_override())
     _register_resolvers()
     config["hydra"] = hydra
@@ -253,7 +253,7 @@ def _apply(config: DictConfig, override: Override, key: str, value: Any, files: 
         return
     root, _, rest = key.partition(".")
     if not rest:
-        check_values({key: value})
+        _check_values({key: value})
     elif config.get(root, NONE) in (None, NONE) and root in config:
         raise ConfigError(f"{override.input_line}: {key} is a field of {root}, which is null. Remove one of them.")
     # As in Hydra: `+key={...}` merges into a mapping that exists.
@@ -297,7 +297,7 @@ def parse_sweep(words: Sequence[str]) -> list[Override]:
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
-    check_words(words)
+    _check_words(words)
     try:
         return OverridesParser.create().parse_overrides(list(words))
     except HydraException as error:
@@ -322,7 +322,7 @@ def _choices_of(parsed: Sequence[Override]) -> dict[str, tuple[str, ...]]:
     return chosen
 
 
-def check_words(overrides: Sequence[str]) -> None:
+def _check_words(overrides: Sequence[str]) -> None:
     """Check that every word is an override, and detect overrides split by a space.
 
     Raises:
@@ -349,7 +349,7 @@ def _unknown(below: _FileLayers, overrides: Sequence[Override], known: Sequence[
 def _typed_roots(overrides: Sequence[Override]) -> list[str]:
     """Return the root keys below which overrides set something."""
     typed = {_root(override.key_or_group) for override in overrides if "." in override.key_or_group}
-    return [root for root in ROOT_KEYS if root in typed]
+    return [root for root in _ROOT_KEYS if root in typed]
 
 
 def _root(word: str) -> str:
@@ -361,7 +361,7 @@ def _unknown_root(name: str, key: str, config: Any) -> str:
     """Return the message about the unknown root of a key: the nearest one, or nested keys that end alike."""
     if name in GROUPS:
         return f"{name}=NAME chooses a file, and there are no keys below {name}"
-    if near := nearest(name, [*ROOT_KEYS, *GROUPS]):
+    if near := nearest(name, [*_ROOT_KEYS, *GROUPS]):
         return f"unknown key {name!r}; did you mean {near!r}?"
     keys = [full for full, _ in _leaves(config) if f".{full}".endswith(f".{key}")] or suggest_keys(key)
     others = "`realign help` lists the keys, and docs/migration.md names of TRL, verl, OpenRLHF, AReaL and realhf"
@@ -400,7 +400,7 @@ def _resolve(tree: dict[str, Any]) -> ExperimentConfig:
     return config_of({str(key): value for key, value in plain.items()})
 
 
-STAND_IN = "file.py:name"
+_STAND_IN = "file.py:name"
 """Value in place of a missing one, which is a path or a function, while the rest is checked."""
 
 
@@ -431,7 +431,7 @@ def _mistake(missing: Sequence[str], config: Any, overrides: Sequence[str]) -> s
     tree = copy.deepcopy(config)
     for key in missing:
         *path, name = key.split(".")
-        get(tree, tuple(path))[name] = STAND_IN
+        get(tree, tuple(path))[name] = _STAND_IN
     typed = {".".join(word.lstrip("+~").partition("=")[0].split(".")[:2]) for word in overrides}
     try:
         check_parts(build_experiment(_resolve(tree)))
@@ -485,7 +485,7 @@ def config_of(plain: Mapping[str, Any], base: ExperimentConfig | None = None) ->
     return replace(values, **{key: value for key, value in plain.items() if key in COMPONENTS})
 
 
-def check_values(tree: Mapping[str, Any]) -> None:
+def _check_values(tree: Mapping[str, Any]) -> None:
     """Check the values outside of components, as far as they are known before interpolations are resolved.
 
     Raises:
@@ -511,9 +511,9 @@ def _check_file(file: ConfigFile, values: Mapping[str, Any]) -> None:
             raise ConfigError(
                 "remove owns: a preset resets the settings that the class of the actor lists as ALGORITHM_SETTINGS"
             )
-        if unknown := [key for key in values if key not in ROOT_KEYS]:
-            raise ConfigError(join_messages(unknown_key(key, [*ROOT_KEYS, *GROUPS]) for key in unknown))
-        check_values(values)
+        if unknown := [key for key in values if key not in _ROOT_KEYS]:
+            raise ConfigError(join_messages(unknown_key(key, [*_ROOT_KEYS, *GROUPS]) for key in unknown))
+        _check_values(values)
     except ConfigError as error:
         raise ConfigError(f"{file.source}: {error}") from error
 
@@ -528,7 +528,7 @@ def _check_folders(config: DictConfig, tree: Mapping[str, Any]) -> None:
         ConfigError: names the setting and its value.
     """
     check_no_secrets(config, _leaves(tree))
-    for key in FOLDERS:
+    for key in _FOLDERS:
         try:
             value = OmegaConf.select(config, key)
         except InterpolationToMissingValueError:  # such as output_dir=???, which a launcher cannot resolve either

@@ -42,7 +42,7 @@ NEAR = 0.75
 """Minimum similarity (0 to 1) of two names to suggest one for the other."""
 EXTRAS: Mapping[str, str] = MappingProxyType({"bitsandbytes": "realign-rl[quantization]"})
 """Extra of realign that installs an optional package with components."""
-EXAMPLE_TARGETS: Mapping[str, str] = MappingProxyType(
+_EXAMPLE_TARGETS: Mapping[str, str] = MappingProxyType(
     {
         "ModelInterface": "realign.interfaces.grpo.GRPOActorInterface",
         "reward": "realign.interfaces.rule_reward.RuleRewardInterface",
@@ -54,11 +54,11 @@ EXAMPLE_TARGETS: Mapping[str, str] = MappingProxyType(
     }
 )
 """Example component of realign for each kind of component, or for each name of a role."""
-Fits: TypeAlias = Callable[[Any], bool]
+_Fits: TypeAlias = Callable[[Any], bool]
 """Predicate for the objects that a config key accepts."""
 
 
-def import_target(path: Any, where: str, known: Iterable[str] = (), fits: Fits = callable) -> Any:
+def import_target(path: Any, where: str, known: Iterable[str] = (), fits: _Fits = callable) -> Any:
     """Import the object at a dotted path. Errors suggest the nearest existing object.
 
     Args:
@@ -110,7 +110,7 @@ def _import(name: str, where: str) -> ModuleType | None:
         raise
 
 
-def _list_accepted(module: ModuleType, fits: Fits) -> list[str]:
+def _list_accepted(module: ModuleType, fits: _Fits) -> list[str]:
     """Return the names of the accepted classes and functions that a module defines or lists in `__all__`."""
     offered = getattr(module, "__all__", ())
     return [
@@ -123,7 +123,7 @@ def _list_accepted(module: ModuleType, fits: Fits) -> list[str]:
     ]
 
 
-def beside(path: str, fits: Fits, kind: str) -> str:
+def beside(path: str, fits: _Fits, kind: str) -> str:
     """Return the end of a message about an object of the wrong kind: accepted objects of the same module.
 
     If the module has none, the message ends with an example from realign.
@@ -137,16 +137,16 @@ def beside(path: str, fits: Fits, kind: str) -> str:
     names = sorted(_list_accepted(module, fits)) if module is not None else []
     if module is not None and names:
         return f" ({', '.join(names)} of {module.__name__} would fit)"
-    return such_as(kind)
+    return _such_as(kind)
 
 
-def such_as(kind: str, where: str = "") -> str:
+def _such_as(kind: str, where: str = "") -> str:
     """Return the end of a message about a required kind of component at the key `where`: an example from realign."""
-    example = EXAMPLE_TARGETS.get(where.rpartition(".")[2]) or EXAMPLE_TARGETS.get(kind)
-    return f", such as {example}" if example and kind in EXAMPLE_TARGETS else ""
+    example = _EXAMPLE_TARGETS.get(where.rpartition(".")[2]) or _EXAMPLE_TARGETS.get(kind)
+    return f", such as {example}" if example and kind in _EXAMPLE_TARGETS else ""
 
 
-def _hint(path: str, part: str, owner: Any, known: Iterable[str], fits: Fits) -> str:
+def _hint(path: str, part: str, owner: Any, known: Iterable[str], fits: _Fits) -> str:
     """Return the end of a message about an import path whose name `part` does not exist in `owner`."""
     if owner is None:
         names = [module.name for module in pkgutil.iter_modules()]
@@ -195,14 +195,14 @@ def misfit(cls: type, kind: Any) -> str | None:
 
 # --- values ---
 
-BOOLS: Mapping[str, bool] = types.MappingProxyType(
+_BOOLS: Mapping[str, bool] = types.MappingProxyType(
     dict.fromkeys(("true", "yes", "y", "on", "1"), True) | dict.fromkeys(("false", "no", "n", "off", "0"), False)
 )
 """Texts of a bool."""
 # pydantic's lax mode would take 1.0 and `true` for the integer 1, and refuse 1 as a text (ADR 40).
-LEAVES: Mapping[Any, tuple[Callable[[Any], Any], tuple[type, ...]]] = types.MappingProxyType(
+_LEAVES: Mapping[Any, tuple[Callable[[Any], Any], tuple[type, ...]]] = types.MappingProxyType(
     {
-        bool: (lambda raw: BOOLS[str(raw).lower()], (bool, int, str)),
+        bool: (lambda raw: _BOOLS[str(raw).lower()], (bool, int, str)),
         int: (int, (int, str)),
         float: (float, (float, int, str)),
         str: (lambda raw: raw if isinstance(raw, str) else str(raw), (str, int, float, Path)),
@@ -210,7 +210,7 @@ LEAVES: Mapping[Any, tuple[Callable[[Any], Any], tuple[type, ...]]] = types.Mapp
     }
 )
 """How a value of YAML or a text becomes one of each type, and from which types. A bool is no number."""
-SCALES: Mapping[str, Mapping[str, float]] = types.MappingProxyType(
+_SCALES: Mapping[str, Mapping[str, float]] = types.MappingProxyType(
     {
         "s": {"ms": 0.001, "s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600},
         "minutes": {"s": 1 / 60, "m": 1, "min": 1, "h": 60},
@@ -219,8 +219,8 @@ SCALES: Mapping[str, Mapping[str, float]] = types.MappingProxyType(
     }
 )
 """Factor of each unit suffix of a value, by the unit suffix of the key ("" for keys without one)."""
-LISTS = (list, tuple, collections.abc.Sequence, collections.abc.Iterable)
-MAPPINGS = (dict, collections.abc.Mapping)
+_LISTS = (list, tuple, collections.abc.Sequence, collections.abc.Iterable)
+_MAPPINGS = (dict, collections.abc.Mapping)
 
 
 def convert(raw: Any, annotation: Any, where: str, default: Any = None) -> Any:
@@ -237,10 +237,10 @@ def convert(raw: Any, annotation: Any, where: str, default: Any = None) -> Any:
         ConfigError: the value is invalid; names the key, the value and the valid choices.
     """
     if raw == "???":
-        raise ConfigError(f"{where} is missing: give it a value ({type_name(annotation)})")
+        raise ConfigError(f"{where} is missing: give it a value ({_type_name(annotation)})")
     origin, arguments = get_origin(annotation), get_args(annotation)
     # Words come before unions, since all members of a union share them: the class of a word decides which one is meant.
-    if isinstance(raw, str) and annotation not in LEAVES and component_bases(accepted := types_of(annotation)):
+    if isinstance(raw, str) and annotation not in _LEAVES and component_bases(accepted := types_of(annotation)):
         if raw == NONE and type(None) in arguments:
             return None
         if raw.isidentifier() and (cls := class_of_word(raw, accepted, where)) is not None:
@@ -255,23 +255,23 @@ def convert(raw: Any, annotation: Any, where: str, default: Any = None) -> Any:
         return _plain(raw, where)
     if raw is None and annotation is not type(None):
         valid = list_names(words) if len(words := choices(types_of(annotation))) > 1 else ""
-        raise ConfigError(f"{where} must not be null; expected {type_name(annotation)}{valid}{how_to_disable(where)}")
+        raise ConfigError(f"{where} must not be null; expected {_type_name(annotation)}{valid}{how_to_disable(where)}")
     if origin is Literal:
         return _choice(raw, {str(a): a for a in arguments}, where)
     if inspect.isclass(annotation) and issubclass(annotation, Enum):
         if isinstance(raw, annotation):
             return raw
         return _choice(raw, choices_of(annotation), where, annotation.__doc__)
-    if (origin or annotation) in LISTS:
+    if (origin or annotation) in _LISTS:
         return _list(raw, origin or annotation, arguments, where)
-    if (origin or annotation) in MAPPINGS and isinstance(raw, Mapping):
+    if (origin or annotation) in _MAPPINGS and isinstance(raw, Mapping):
         kind = arguments[1] if arguments else Any
         return {key: _member(value, kind, f"{where}.{key}") for key, value in raw.items()}
-    if annotation in LEAVES:
+    if annotation in _LEAVES:
         return _leaf(raw, annotation, where)
-    if is_plain_class(annotation) and isinstance(raw, annotation):
+    if _is_plain_class(annotation) and isinstance(raw, annotation):
         return raw
-    raise wrong_type(raw, annotation, where)
+    raise _wrong_type(raw, annotation, where)
 
 
 def _one_of(raw: Any, members: tuple[Any, ...], where: str, default: Any) -> Any:
@@ -287,7 +287,7 @@ def _one_of(raw: Any, members: tuple[Any, ...], where: str, default: Any) -> Any
         classes = [member for member in members if dataclasses.is_dataclass(member)]
         if classes:
             return convert(raw, classes[-1 if TARGET in raw else 0], where, default)
-    lists = [member for member in members if (get_origin(member) or member) in LISTS]
+    lists = [member for member in members if (get_origin(member) or member) in _LISTS]
     if isinstance(raw, list) and len(lists) == 1:
         return convert(raw, lists[0], where, default)
     for member in members:
@@ -296,7 +296,7 @@ def _one_of(raw: Any, members: tuple[Any, ...], where: str, default: Any) -> Any
         except ConfigError:
             continue
     expected = [
-        " or ".join(choices_of(m) if inspect.isclass(m) and issubclass(m, Enum) else [type_name(m)]) for m in members
+        " or ".join(choices_of(m) if inspect.isclass(m) and issubclass(m, Enum) else [_type_name(m)]) for m in members
     ]
     raise ConfigError(f"{where}: expected {' or '.join(expected)}, found {raw!r}")
 
@@ -325,27 +325,27 @@ def _list(raw: Any, kind: Any, arguments: tuple[Any, ...], where: str) -> Any:
     return tuple(values) if kind is tuple else values
 
 
-def type_name(annotation: Any) -> str:
+def _type_name(annotation: Any) -> str:
     """Return an annotation as written in source code."""
     if inspect.isclass(annotation) and not get_args(annotation):
         return annotation.__name__
     return str(annotation).replace("typing.", "").replace("NoneType", "None")
 
 
-def is_plain_class(annotation: Any) -> bool:
+def _is_plain_class(annotation: Any) -> bool:
     """Return whether `isinstance` supports the annotation: a class that is not a protocol."""
     return inspect.isclass(annotation) and not getattr(annotation, "_is_protocol", False)
 
 
-def wrong_type(raw: Any, annotation: Any, where: str) -> ConfigError:
+def _wrong_type(raw: Any, annotation: Any, where: str) -> ConfigError:
     """Return the error about a value of the wrong type, with a suggestion."""
-    return ConfigError(f"{where}: expected {type_name(annotation)}, found {raw!r}{_suggest(raw, annotation, where)}")
+    return ConfigError(f"{where}: expected {_type_name(annotation)}, found {raw!r}{_suggest(raw, annotation, where)}")
 
 
 def _suggest(raw: Any, annotation: Any, where: str) -> str:
     """Return the suggestion at the end of a message about a value of the wrong type."""
     is_path = isinstance(raw, str) and "." in raw and all(part.isidentifier() for part in raw.split("."))
-    if is_path and inspect.isclass(annotation) and annotation not in LEAVES:
+    if is_path and inspect.isclass(annotation) and annotation not in _LEAVES:
         return f"; to choose your own class, set {where}.{TARGET}={raw}"
     if annotation is bool:
         return "; give true or false"
@@ -373,7 +373,7 @@ def _suggest_number(raw: Any, annotation: type, where: str) -> str:
     if match is None:
         return f"; give {kind}"
     number, unit = float(match[1]), match[2].lower()
-    scales = SCALES.get(where.rpartition("_")[2], SCALES[""])
+    scales = _SCALES.get(where.rpartition("_")[2], _SCALES[""])
     if unit and unit not in scales:
         return "; give the number alone, without a unit"
     number *= scales[unit] if unit else 1
@@ -402,13 +402,13 @@ def _choice(raw: Any, choices: Mapping[str, Any], where: str, purpose: str | Non
 
 
 def _leaf(raw: Any, annotation: Any, where: str) -> Any:
-    read, accepted = LEAVES[annotation]
+    read, accepted = _LEAVES[annotation]
     if isinstance(raw, accepted) and (bool in accepted or not isinstance(raw, bool)):
         with suppress(ValueError, KeyError, OverflowError):
             value = read(raw)
             if value == value:  # not NaN
                 return value
-    raise wrong_type(raw, annotation, where)
+    raise _wrong_type(raw, annotation, where)
 
 
 INTERFACES = "interfaces"
@@ -440,11 +440,11 @@ def build(node: Any, kind: Any, where: str) -> Any:
             return False
         return dataclasses.is_dataclass(cls) if kind is Any else misfit(cls, kind) is None
 
-    name = type_name(kind)
+    name = _type_name(kind)
     node = with_import_path(node, kind, where)
-    cls = _target(node, where, f"a class that is {name}{such_as(name)}", _iter_shipped(kind), fits)
+    cls = _target(node, where, f"a class that is {name}{_such_as(name)}", _iter_shipped(kind), fits)
     key = f"{where}.{TARGET}"
-    if is_foreign(cls, kind):
+    if _is_foreign(cls, kind):
         stand_in: type[StandIn] = import_target(kind.stand_in, key)
         given = {name: value for name, value in node.items() if name != TARGET}
         cls, node = stand_in, stand_in.fields_for(node[TARGET], given)
@@ -474,7 +474,7 @@ def with_import_path(node: Any, kind: Any, where: str) -> Any:
     return node if cls is None else {**node, TARGET: cls.path}
 
 
-def is_foreign(cls: Any, kind: Any) -> bool:
+def _is_foreign(cls: Any, kind: Any) -> bool:
     """Return whether `cls` is a class of another library that a component of this kind wraps."""
     accepts = inspect.isclass(kind) and issubclass(kind, AcceptsForeign)
     return accepts and inspect.isclass(cls) and not issubclass(cls, kind) and issubclass(cls, kind.foreign_base())
@@ -499,8 +499,8 @@ def build_graph(node: Any, returns: type[T], where: str, interfaces: Mapping[str
             return inspect.isfunction(function) and annotations_of(function).get("return") is returns
         return False
 
-    name = type_name(returns)
-    function = _target(node, where, f"a function annotated -> {name}{such_as(name)}", (), fits)
+    name = _type_name(returns)
+    function = _target(node, where, f"a function annotated -> {name}{_such_as(name)}", (), fits)
     if not fits(function):
         wrong = f"{node[TARGET]} is not a function annotated -> {name}; nothing was called"
         raise ConfigError(f"{where}.{TARGET}: {wrong}{beside(node[TARGET], fits, name)}")
@@ -532,7 +532,7 @@ def _component(raw: Mapping[Any, Any], annotation: Any, where: str, default: Any
     """Return the component that a mapping describes; None if it is a plain mapping."""
     if TARGET in raw:
         return build(raw, annotation, where)
-    fits = annotation is Any or (is_plain_class(annotation) and isinstance(default, annotation))
+    fits = annotation is Any or (_is_plain_class(annotation) and isinstance(default, annotation))
     if dataclasses.is_dataclass(default) and not isinstance(default, type) and fits:
         return fill(type(default), raw, where, default)
     if dataclasses.is_dataclass(annotation) and isinstance(annotation, type) and not inspect.isabstract(annotation):
@@ -540,7 +540,7 @@ def _component(raw: Mapping[Any, Any], annotation: Any, where: str, default: Any
     return None
 
 
-def _target(node: Any, where: str, expected: str, known: Iterable[str], fits: Fits) -> Any:
+def _target(node: Any, where: str, expected: str, known: Iterable[str], fits: _Fits) -> Any:
     if not isinstance(node, Mapping):
         raise ConfigError(
             f"{where}: expected a component (a mapping with {TARGET}), found {node!r}; set its fields one by one, such "
@@ -606,9 +606,9 @@ def _construct(make: Callable[..., T], parameters: list[_Parameter], raw: Mappin
         if p.name in raw:
             values[p.name] = convert(raw[p.name], p.annotation, prefix + p.name, default)
         elif p.default is None:
-            kind = type_name(p.annotation)
-            value = f"a component, that is {prefix}{p.name}.{TARGET}" if such_as(kind) else "a value"
-            raise ConfigError(f"{prefix}{p.name} is missing: give it {value} ({kind}{such_as(kind, p.name)})")
+            kind = _type_name(p.annotation)
+            value = f"a component, that is {prefix}{p.name}.{TARGET}" if _such_as(kind) else "a value"
+            raise ConfigError(f"{prefix}{p.name} is missing: give it {value} ({kind}{_such_as(kind, p.name)})")
         else:
             values[p.name] = default
     try:
@@ -617,7 +617,7 @@ def _construct(make: Callable[..., T], parameters: list[_Parameter], raw: Mappin
     except NoEffectError as error:
         raise NoEffectError(error.owner, f"{prefix}{error.key}", error.value, error.reason) from error
     except (SettingsError, GraphError) as error:
-        raise ConfigError(prefix_key(where, one_line(error), known)) from error
+        raise ConfigError(_prefix_key(where, one_line(error), known)) from error
     except ConfigError:
         raise
     except Exception as error:  # a bug in the constructor of a component: its traceback is printed
@@ -636,7 +636,7 @@ def _make(make: Callable[..., T], values: dict[str, Any], raw: Mapping[str, Any]
             values[error.key] = default_of(error.owner, error.key)
 
 
-def prefix_key(where: str, message: str, fields: Iterable[str]) -> str:
+def _prefix_key(where: str, message: str, fields: Iterable[str]) -> str:
     """Prefix the message of a component with the full key of the field that it begins with, or of the component.
 
     Args:

@@ -114,7 +114,7 @@ def _unknown_below(place: Place, node: Any) -> Iterator[str]:
         if name in known:
             yield from _unknown_below(place.child(name, target), value)
         elif name != TARGET:
-            key, cls = f"{place.key}.{name}", place.definition_of(target)
+            key, cls = f"{place.key}.{name}", place.class_of(target)
             yield (cls and of_sibling(cls, key)) or place.of_related(name, target) or unknown_key(key, known)
 
 
@@ -170,7 +170,7 @@ def _build(config: ExperimentConfig) -> Experiment:
     # In the order of dependence: the default correction follows from the samplers of the models, the graph from the
     # interfaces, and evaluations from graph, interfaces and data.
     models = _roles(config, "models")
-    config = dataclasses.replace(config, interfaces=with_default_correction(config.interfaces, models))
+    config = dataclasses.replace(config, interfaces=_with_default_correction(config.interfaces, models))
     interfaces = _roles(config, "interfaces")
     graph = build_graph(_graph_node(config, interfaces), DataflowGraph, "graph", interfaces)
     data: DataSpec = build(config.data, DataSpec, "data")
@@ -178,9 +178,9 @@ def _build(config: ExperimentConfig) -> Experiment:
     training = Training(graph, interfaces, data)
     evaluation: Evaluator | None = None
     if config.evaluation:
-        evaluation = build_evaluation(config.evaluation, "evaluation", training, models)
+        evaluation = _build_evaluation(config.evaluation, "evaluation", training, models)
     evaluations = {
-        name: build_evaluation(_node(node, f"evaluations.{name}"), f"evaluations.{name}", training, models)
+        name: _build_evaluation(_node(node, f"evaluations.{name}"), f"evaluations.{name}", training, models)
         for name, node in config.evaluations.items()
         if node is not None
     }
@@ -356,7 +356,7 @@ class Training:
         return next((plan.generation for plan in plans if plan.generation is not None), None)
 
 
-def build_evaluation(node: Mapping[str, Any], where: str, training: Training, models: Mapping[str, Any]) -> Evaluator:
+def _build_evaluation(node: Mapping[str, Any], where: str, training: Training, models: Mapping[str, Any]) -> Evaluator:
     """Build the evaluation of a config node.
 
     Args:
@@ -482,7 +482,7 @@ def _default(owner: Any, name: str) -> Any:
 CORRECTION, DEFAULT_CORRECTION = "correction", "importance_correction"
 
 
-def with_default_correction(interfaces: Mapping[str, Any], models: Mapping[str, ModelSpec]) -> dict[str, Any]:
+def _with_default_correction(interfaces: Mapping[str, Any], models: Mapping[str, ModelSpec]) -> dict[str, Any]:
     """Return the interface nodes. Those whose role has an external sampler correct for it, unless `correction` is set.
 
     Args:

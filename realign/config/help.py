@@ -19,8 +19,8 @@ from realign.config.places import ROOTS, Place, schema
 from realign.config.trees import MISSING, get
 from realign.config.words import TARGET, choices, is_component, snake_case
 
-OUTER: Mapping[str, str] = {"Mapping": "dict", "Sequence": "list", "Iterable": "list"}
-INDENT = "  "
+_OUTER: Mapping[str, str] = {"Mapping": "dict", "Sequence": "list", "Iterable": "list"}
+_INDENT = "  "
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,8 @@ def section(key: str, overrides: Sequence[str] = (), config_dir: Path | None = N
         ConfigError: there is no such key.
     """
     path = tuple(filter(None, key.split(".")))
-    if path and path[0] not in root_keys():
-        raise ConfigError(f"unknown key {key!r}{_suggest(suggest_keys(key)) or suggest(path[0], root_keys())}")
+    if path and path[0] not in _root_keys():
+        raise ConfigError(f"unknown key {key!r}{_suggest(suggest_keys(key)) or suggest(path[0], _root_keys())}")
     if overrides:
         from realign.config.composition import compose_raw  # imports Hydra, which checks the overrides
 
@@ -95,7 +95,7 @@ def section(key: str, overrides: Sequence[str] = (), config_dir: Path | None = N
     raise first
 
 
-def root_keys() -> list[str]:
+def _root_keys() -> list[str]:
     """Return the root keys of the config."""
     return [name for name in schema().fields if name not in REPORT]
 
@@ -115,10 +115,10 @@ def section_of(
         ConfigError: there is no such key.
     """
     if not path:
-        entries = tuple(_root_entry(name, config) for name in root_keys())
+        entries = tuple(_root_entry(name, config) for name in _root_keys())
         return Section("", "", first_paragraph(schema().text), entries, None, experiment)
-    if path[0] not in root_keys():
-        raise ConfigError(unknown_key(path[0], root_keys()))
+    if path[0] not in _root_keys():
+        raise ConfigError(unknown_key(path[0], _root_keys()))
     own, is_component = _root_entry(path[0], config), path[0] in ROOTS
     per_role = is_component and ROOTS[path[0]].per_role
     if per_role and len(path) == 1:
@@ -137,7 +137,7 @@ def section_of(
             raise ConfigError(unknown_key(".".join(path[: depth + 1]), known or ()))
         entry = _field_entry(place, target, path[depth], config)
         place, target = step_into(place, target, path[depth], config)
-    cls = place.definition_of(target)
+    cls = place.class_of(target)
     entries = tuple(_field_entry(place, target, name, config) for name in (cls.fields if cls is not None else ()))
     name = cls.name if cls is not None and entries else ""
     # A key that also accepts text is described by its own text.
@@ -148,7 +148,7 @@ def section_of(
 
 def _role_entry(path: tuple[str, str], config: Mapping[str, Any], find: Find) -> Entry:
     place, target = component_at(path, config, find)
-    cls = place.definition_of(target)
+    cls = place.class_of(target)
     name, text = ("component", "") if cls is None else (cls.name, first_sentence(cls.text))
     return Entry(".".join(path), name, None, "", text, component=True)
 
@@ -197,14 +197,14 @@ def entry_of(key: str, field: Field, given: Any = MISSING) -> Entry:
         field: The field.
         given: Value in the config of a run; `MISSING` if there is none.
     """
-    value = None if given is MISSING or given == "???" or isinstance(given, Mapping) else value_text(given)
+    value = None if given is MISSING or given == "???" or isinstance(given, Mapping) else _value_text(given)
     if isinstance(given, Mapping) and TARGET in given:
         value = snake_case(str(given[TARGET]).rpartition(".")[2])
     optional = "None" in [member.name for member in field.types]
     return Entry(
         key,
-        type_text(field.types),
-        None if field.required and not optional else value_text(field.default),
+        _type_text(field.types),
+        None if field.required and not optional else _value_text(field.default),
         " or ".join(member.range for member in field.types if member.range),
         field.text,
         choices(field.types),
@@ -213,7 +213,7 @@ def entry_of(key: str, field: Field, given: Any = MISSING) -> Entry:
     )
 
 
-def type_text(types: tuple[Type, ...]) -> str:
+def _type_text(types: tuple[Type, ...]) -> str:
     """Return an annotation in the terms of a config: `null` instead of None, and no module names."""
     return " | ".join(dict.fromkeys(map(_member_text, types)))
 
@@ -222,16 +222,16 @@ def _member_text(member: Type) -> str:
     if member.members is not None:
         return " | ".join(member.members) if member.name == "Literal" else "word"
     if member.arguments:
-        outer = OUTER.get(member.name, member.name)
-        return f"{outer}[{', '.join(map(type_text, member.arguments))}]"
+        outer = _OUTER.get(member.name, member.name)
+        return f"{outer}[{', '.join(map(_type_text, member.arguments))}]"
     plain = {"None": "null", "Any": "any value", "object": "any value", "Path": "path", "str": "text"}
     return plain.get(member.name, member.name)
 
 
-def value_text(value: Any) -> str:
+def _value_text(value: Any) -> str:
     """Return a default as written in a config. A component is written as its word and the fields that differ."""
     if isinstance(value, Mapping) and TARGET in value:
-        changed = [f"{name}={value_text(given)}" for name, given in value.items() if name != TARGET]
+        changed = [f"{name}={_value_text(given)}" for name, given in value.items() if name != TARGET]
         return snake_case(value[TARGET].rpartition(".")[2]) + (f"({', '.join(changed)})" if changed else "")
     if value is None:
         return "null"
@@ -240,9 +240,9 @@ def value_text(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:g}"
     if isinstance(value, list | tuple):
-        return f"[{', '.join(map(value_text, value))}]"
+        return f"[{', '.join(map(_value_text, value))}]"
     if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{key}: {value_text(item)}' for key, item in value.items())}}}"
+        return f"{{{', '.join(f'{key}: {_value_text(item)}' for key, item in value.items())}}}"
     return '""' if value == "" else str(value)
 
 
@@ -265,15 +265,15 @@ def key_help(words: Sequence[str], config_dir: Path | None = None, width: int = 
 
 
 def _of_key(key: str, overrides: Sequence[str], config_dir: Path | None, width: int) -> Iterator[str]:
-    if key and (key in index() or key.partition(".")[0] not in root_keys()) and (rows := describe(key)):
+    if key and (key in index() or key.partition(".")[0] not in _root_keys()) and (rows := describe(key)):
         yield f"{key}  (a name of other tools)"
         for row in rows:
-            yield from textwrap.wrap(row, width, initial_indent=INDENT, subsequent_indent=INDENT * 3)
+            yield from textwrap.wrap(row, width, initial_indent=_INDENT, subsequent_indent=_INDENT * 3)
         yield ""
         yield "`realign help KEY` describes one of these keys."
-    elif key and "." not in key and key not in root_keys() and (full := find_keys(key)):
+    elif key and "." not in key and key not in _root_keys() and (full := find_keys(key)):
         yield f"{key}  (the last name of a key)"
-        yield from (f"{INDENT}{full_key}" for full_key in full)
+        yield from (f"{_INDENT}{full_key}" for full_key in full)
         yield ""
         yield f"`realign help {full[0]}` describes the first one."
     else:
@@ -285,15 +285,15 @@ def _lines(section: Section, width: int) -> Iterator[str]:
     about += [f"experiment={section.experiment}"] if section.experiment else []
     yield (section.key or "Config keys") + (f"  ({', '.join(about)})" if about else "")
     if section.text:
-        yield from _wrap(section.text, width, INDENT)
+        yield from _wrap(section.text, width, _INDENT)
     if section.own is not None:
         yield ""
         yield from _facts(section.own, width)
     for entry in section.entries:
         yield ""
         name = entry.key.removeprefix(f"{section.key}.")
-        yield INDENT + "   ".join([name, *_short_facts(entry)])
-        yield from _wrap(entry.text, width, INDENT * 3)
+        yield _INDENT + "   ".join([name, *_short_facts(entry)])
+        yield from _wrap(entry.text, width, _INDENT * 3)
     yield ""
     yield from _wrap(_next_step(section), width, "")
 
@@ -304,12 +304,12 @@ def _facts(entry: Entry, width: int) -> Iterator[str]:
     rows = {"type": entry.type, "default": default, "valid": entry.valid, "set to": entry.given or ""}
     for name, value in rows.items():
         if value:
-            yield f"{INDENT}{name:<9}{value}"
+            yield f"{_INDENT}{name:<9}{value}"
     if entry.choices:
-        yield f"{INDENT}choices"
+        yield f"{_INDENT}choices"
         longest = max(map(len, entry.choices))
         for word, text in entry.choices.items():
-            head = f"{INDENT * 2}{word:<{longest}}  "
+            head = f"{_INDENT * 2}{word:<{longest}}  "
             yield from textwrap.wrap(text, width, initial_indent=head, subsequent_indent=" " * len(head)) or [
                 head.rstrip()
             ]

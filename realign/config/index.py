@@ -23,14 +23,14 @@ from typing import Any, TypeAlias
 from realign.cache_folder import Cache
 from realign.config.classes import PACKAGE, Class, Field, Type, described, import_path
 
-GRAPH = "realign.api.dataflow.DataflowGraph"
+_GRAPH = "realign.api.dataflow.DataflowGraph"
 """Class of a graph, which functions make."""
 SETTINGS = "realign.settings.Settings"
 """Base class of what a config sets."""
 ROOT = Path(__file__).resolve().parent.parent
 FILE = Path(__file__).with_name("index.json")
 """The index of a wheel."""
-WITHOUT = ("realign.demo", "realign.runtime.ray", "realign.testing", "realign.time_machine")
+_WITHOUT = ("realign.demo", "realign.runtime.ray", "realign.testing", "realign.time_machine")
 """Packages without classes that a config names."""
 LARGEST = 64 << 20
 """Size in bytes above which the cache gets no more indexes of other installations."""
@@ -139,7 +139,7 @@ def build() -> bytes:
     kept = {
         path: vars(cls)
         for path, cls in classes.items()
-        if cls.returns == GRAPH or (cls.returns is None and {SETTINGS, *in_fields} & {path, *cls.bases})
+        if cls.returns == _GRAPH or (cls.returns is None and {SETTINGS, *in_fields} & {path, *cls.bases})
     }
     exported = {name: path for name, path in exported.items() if path in kept}
     index = {"sources": _digest(), "classes": kept, "exported": exported}
@@ -165,7 +165,7 @@ def _types(written: list[Any]) -> tuple[Type, ...]:
 def _modules() -> Iterator[ModuleType]:
     for path in sorted(ROOT.rglob("*.py")):
         name = ".".join([ROOT.name, *path.relative_to(ROOT).with_suffix("").parts]).removesuffix(".__init__")
-        if not name.startswith(WITHOUT) and path.stem != "__main__":
+        if not name.startswith(_WITHOUT) and path.stem != "__main__":
             with suppress(ImportError):  # of an optional package: a config that needs the module says so
                 yield importlib.import_module(name)
 

@@ -42,7 +42,7 @@ def suggest_keys(name: str, most: int = 3) -> list[str]:
 
 def _all_keys(experiment: str) -> list[str]:
     config = file_values([f"experiment={experiment}"])
-    return [key for path in component_paths(config) for key in (".".join(path), *keys_below(path, config))]
+    return [key for path in component_paths(config) for key in (".".join(path), *_keys_below(path, config))]
 
 
 def component_paths(config: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
@@ -53,7 +53,7 @@ def component_paths(config: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
     yield from ((root,) for root in ROOTS if not ROOTS[root].per_role)
 
 
-def keys_below(path: tuple[str, ...], config: Mapping[str, Any], depth: int = DEPTH) -> Iterator[str]:
+def _keys_below(path: tuple[str, ...], config: Mapping[str, Any], depth: int = DEPTH) -> Iterator[str]:
     """Yield the keys below a component, to the given number of levels."""
     waiting: list[tuple[Place, Any, int]] = [(*component_at(path, config), depth)]
     while waiting:
@@ -61,7 +61,7 @@ def keys_below(path: tuple[str, ...], config: Mapping[str, Any], depth: int = DE
         for name in place.fields(target) or ():
             child, below = step_into(place, target, name, config)
             yield child.key
-            if left > 1 and (cls := child.definition_of(below)) is not None and cls.is_dataclass:
+            if left > 1 and (cls := child.class_of(below)) is not None and cls.is_dataclass:
                 waiting.append((child, below, left - 1))
 
 

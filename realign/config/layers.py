@@ -113,7 +113,7 @@ class Layers:
         """Return the values without the settings that make up the algorithm, so that the class's defaults apply."""
         tree = copy.deepcopy(self.tree)
         for role, node in self.tree["interfaces"].items():
-            chosen = place_of(("interfaces", role)).definition_of(self._resolved(self._mapping(node).get(TARGET)))
+            chosen = place_of(("interfaces", role)).class_of(self._resolved(self._mapping(node).get(TARGET)))
             for name in () if chosen is None else chosen.algorithm:
                 remove(tree, ("interfaces", role, *name.split(".")))
         return tree
@@ -146,7 +146,7 @@ class Layers:
         below, target = self._mapping(lower).get(TARGET), upper.get(TARGET)
         if target is not None and self._mapping(lower) and target != below:
             # The classes are compared, since a word and an import path can name the same one.
-            old, new = place.definition_of(self._resolved(below)), place.definition_of(self._resolved(target))
+            old, new = place.class_of(self._resolved(below)), place.class_of(self._resolved(target))
             if old is not None and new is not None and old != new:
                 # Two actors share most settings, so those that the new class has too are kept. Nested components share
                 # names only: `low` is 0.2 for the clip objective, but 3e-4 for gspo.
@@ -188,11 +188,11 @@ class Layers:
             was, now = old_place.child(name, old_target), new_place.child(name, new_target)
             above = upper.get(name)
             if TARGET in node:
-                if now.definition_of(self._resolved(node[TARGET])) is None:
+                if now.class_of(self._resolved(node[TARGET])) is None:
                     del kept[name]
-            elif was.definition_of(None) == now.definition_of(None):
+            elif was.class_of(None) == now.class_of(None):
                 kept[name] = self._refitted(node, (was, None), (now, None), above if isinstance(above, dict) else {})
-            elif (cls := was.definition_of(None)) is not None:
+            elif (cls := was.class_of(None)) is not None:
                 if is_word(above) or (isinstance(above, dict) and TARGET in above):
                     kept[name] = {**node, TARGET: cls.path}  # compared with the class that the upper layer selects
                 else:

@@ -75,7 +75,7 @@ class Place:
         """The field that the key sets; without types if it is unknown."""
         return self._declared()
 
-    def definition_of(self, target: Any) -> Class | None:
+    def class_of(self, target: Any) -> Class | None:
         """Return the class (or graph function) that a `_target_` selects here; None as target selects the default.
 
         Returns:
@@ -97,12 +97,12 @@ class Place:
 
     def fields(self, target: Any) -> Mapping[str, Field] | None:
         """Return the fields of the class that a `_target_` selects here; None if it is unknown."""
-        cls = self.definition_of(target)
+        cls = self.class_of(target)
         return None if cls is None else cls.fields
 
     def of_related(self, name: str, target: Any) -> str:
         """Return the message about an unknown field that choices with a common base class have; empty if none has."""
-        cls = self.definition_of(target)
+        cls = self.class_of(target)
         kinds = [kind for member in self.field.types if (kind := class_at(member.path)) is not None]
         common = {*cls.bases}.difference(*((kind.path, *kind.bases) for kind in kinds)) if cls is not None else set()
         choices = (choice for kind in kinds for found in words_of(kind).values() for choice in found)

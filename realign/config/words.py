@@ -18,7 +18,7 @@ from realign.config.index import class_at, variants_of
 
 NONE = "none"
 """Word for `None`, if the annotation allows it."""
-ONE_WORD = {
+_ONE_WORD = {
     **{"QLoRA": "Qlora", "LoRA": "Lora", "DoRA": "Dora", "ReMax": "Remax"},
     **{"WandB": "Wandb", "TensorBoard": "Tensorboard", "MLflow": "Mlflow", "SwanLab": "Swanlab"},
 }
@@ -38,7 +38,7 @@ file: an algorithm is called like its file. The words of the others lack this en
 
 def snake_case(name: str) -> str:
     """Return the word of a class: `GroupRelative` -> group_relative, `KLPenalty` -> kl_penalty, `LoRA` -> lora."""
-    for written, word in ONE_WORD.items():
+    for written, word in _ONE_WORD.items():
         name = name.replace(written, word)
     name = re.sub(r"([A-Z]+)([A-Z][a-z])", r"\1_\2", name)
     return re.sub(r"([a-z0-9])([A-Z])", r"\1_\2", name).lower()

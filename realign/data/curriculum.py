@@ -28,7 +28,7 @@ from realign.data.order import FRUITLESS, RowOrder
 from realign.errors import CheckpointError, ConfigError, RunError
 from realign.settings import Count, Finite, Fraction, Settings
 
-FloatArray: TypeAlias = npt.NDArray[np.float64]
+_FloatArray: TypeAlias = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +42,7 @@ class PromptHistory:
         column: Returns the values of a column of the data, such as `history.column("level")` [N].
     """
 
-    pass_rate: FloatArray
+    pass_rate: _FloatArray
     visits: IntArray
     prompts: int
     column: Callable[[str], Sequence[Any]]
@@ -61,7 +61,7 @@ class Curriculum(Settings, ABC):
     """A response passes if its reward is at least this."""
 
     @abstractmethod
-    def weights(self, history: PromptHistory) -> FloatArray:
+    def weights(self, history: PromptHistory) -> _FloatArray:
         """Return the weight [N] of each row, of which only ratios matter; a row of weight 0 does not come."""
 
     def describe(self) -> str:
@@ -92,7 +92,7 @@ class PassRate(Curriculum):
     prompts do."""
 
     @override
-    def weights(self, history: PromptHistory) -> FloatArray:
+    def weights(self, history: PromptHistory) -> _FloatArray:
         seen = ~np.isnan(history.pass_rate)
         p = history.pass_rate[seen]
         weights = np.ones(len(seen))
@@ -139,7 +139,7 @@ class CurriculumOrder(RowOrder):
         self._cursor = 0  # first place of the usual order after the last choice
         self._waiting: dict[int, _Choice] = {}  # choices without rewards, by place
         self._columns: dict[str, Sequence[Any]] = {}
-        self._chances: tuple[int, FloatArray] = (-1, np.zeros(0))
+        self._chances: tuple[int, _FloatArray] = (-1, np.zeros(0))
         self._lock = threading.RLock()
         self._chosen: list[_Choice] = []  # since the last `metrics`
         self._rates: list[float] = []  # of `_chosen`, when they were chosen
@@ -168,7 +168,7 @@ class CurriculumOrder(RowOrder):
             rates = self._pass_rate(np.array([self._waiting[place].row for place in places], dtype=np.int64))
         return [None if np.isnan(rate) else rate for rate in rates.tolist()]
 
-    def record(self, place: int, rewards_G: FloatArray) -> None:
+    def record(self, place: int, rewards_G: _FloatArray) -> None:
         """Add the rewards [G] of the row at a place, NaN if missing, and forget the place. No rewards are no visit."""
         with self._lock:
             choice = self._waiting.pop(place)
@@ -244,14 +244,14 @@ class CurriculumOrder(RowOrder):
         """Continue at a place, after a run without a curriculum."""
         self._next = self._cursor = place
 
-    def _pass_rate(self, rows: IntArray | slice = slice(None)) -> FloatArray:
+    def _pass_rate(self, rows: IntArray | slice = slice(None)) -> _FloatArray:
         outcomes = self._outcomes[rows]
         scored = ~np.isnan(outcomes)
         with np.errstate(invalid="ignore"):  # 0 / 0 without a visit: NaN
-            rates: FloatArray = np.where(scored, outcomes, 0).sum(1) / scored.sum(1)
+            rates: _FloatArray = np.where(scored, outcomes, 0).sum(1) / scored.sum(1)
         return rates
 
-    def _weights(self) -> FloatArray:
+    def _weights(self) -> _FloatArray:
         """Return the weights [N] of the rows, of which the largest is 1 unless all are 0."""
         history = PromptHistory(self._pass_rate(), self._visits.copy(), self._next, self._column)
         weights = np.asarray(self.curriculum.weights(history), dtype=np.float64)

@@ -221,7 +221,7 @@ class WithColumns(RowFile):
         return self.file.leaves()
 
 
-DELIMITERS = {",": "CSV", ";": "CSV with semicolons", "\t": "TSV"}
+_DELIMITERS = {",": "CSV", ";": "CSV with semicolons", "\t": "TSV"}
 """Delimiters of a file, and names of the formats."""
 
 
@@ -234,7 +234,7 @@ class JsonLinesFile(LocalFile):
     @override
     def rows(self, cursor: Cursor) -> Iterator[PlacedRow]:
         offset, number = cursor.position or (0, 0)
-        with open_unzipped(self.path) as lines:
+        with _open_unzipped(self.path) as lines:
             lines.seek(offset)
             while line := lines.readline(LARGEST_ROW + 1):  # one byte more tells a row of that size from a longer one
                 offset, number = offset + len(line), number + 1
@@ -252,7 +252,7 @@ class JsonListFile(LocalFile):
 
     @override
     def rows(self, cursor: Cursor) -> Iterator[PlacedRow]:
-        with open_unzipped(self.path) as file:
+        with _open_unzipped(self.path) as file:
             content = _parse(file.read(), self.name)
         if not isinstance(content, list):
             raise DataError(
@@ -275,7 +275,7 @@ class DelimitedFile(LocalFile):
     def rows(self, cursor: Cursor) -> Iterator[PlacedRow]:
         # This is a setting of the process; csv has none for one reader.
         csv.field_size_limit(LARGEST_ROW)  # the default would reject long texts
-        with open_unzipped(self.path) as file:
+        with _open_unzipped(self.path) as file:
             lines = _Lines(file, self.name)
             records = csv.reader(lines, delimiter=self.delimiter, strict=True)
             header = self._next(records, lines)
@@ -306,7 +306,7 @@ class DelimitedFile(LocalFile):
         try:
             return next(records, None)
         except csv.Error as error:
-            raise DataError(f"{self.where(number)} is not valid {DELIMITERS[self.delimiter]}: {error}.") from error
+            raise DataError(f"{self.where(number)} is not valid {_DELIMITERS[self.delimiter]}: {error}.") from error
 
 
 # A text file of Python has no position while it is iterated, so lines are read as bytes and decoded one by one.
@@ -357,7 +357,7 @@ class _Unzipped(gzip.GzipFile):
 
 
 @contextmanager
-def open_unzipped(path: Path) -> Iterator[IO[bytes]]:
+def _open_unzipped(path: Path) -> Iterator[IO[bytes]]:
     """Open a file for reading, decompressed if it is a gzip file.
 
     Raises:
@@ -631,7 +631,7 @@ def recognize(path: Path) -> RowFile:
         DataError: the format is unknown.
     """
     try:
-        with open_unzipped(path) as file:
+        with _open_unzipped(path) as file:
             head = file.read(_HEAD)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
@@ -682,4 +682,4 @@ def _delimiter(text: bytes, suffix: str) -> str:
     """Return the delimiter of a header: that of the suffix if the header has it, or else one that it has."""
     header = text.partition(b"\n")[0].decode(errors="replace")
     usual = "," if suffix == ".csv" else "\t"
-    return next((sign for sign in (usual, *DELIMITERS) if sign in header), usual)
+    return next((sign for sign in (usual, *_DELIMITERS) if sign in header), usual)

@@ -35,7 +35,7 @@ from realign.data.messages import short, split_last
 from realign.data.writer import Writer, Written
 from realign.errors import DataError, SettingsError
 
-SEVERAL = ("responses", "completions")
+_SEVERAL = ("responses", "completions")
 """Columns with several responses."""
 LABELS = ("labels", "scores", "ratings")
 """Columns with the labels or ratings of several responses."""
@@ -148,10 +148,10 @@ class PreferenceData(ResponseSource):
         if self.kind is not LabelKind.pairs or self.responses_column is not None:
             return True
         pair = (self.chosen_column, self.rejected_column, self.margin_column) != (None, None, None)
-        return not pair and not any(name in row for name in CHOSEN) and any(name in row for name in SEVERAL)
+        return not pair and not any(name in row for name in CHOSEN) and any(name in row for name in _SEVERAL)
 
     def _rated_columns(self, row: Row) -> dict[str, str]:
-        responses = self.responses_column or only_one(row, SEVERAL, "responses_column") or "responses"
+        responses = self.responses_column or only_one(row, _SEVERAL, "responses_column") or "responses"
         labels = self.labels_column
         items = row.get(responses)
         if isinstance(items, list) and items and isinstance(items[0], Mapping) and "role" not in items[0]:

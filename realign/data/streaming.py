@@ -31,7 +31,7 @@ from realign.errors import CheckpointError, DataError
 
 logger = logging.getLogger(__name__)
 
-READ_AHEAD = 256
+_READ_AHEAD = 256
 """Maximum number of rows that are read at once."""
 
 
@@ -49,7 +49,7 @@ class StreamSource(NamedTuple):
     weight: float | Ramp | None = None
 
 
-class RowKey(NamedTuple):
+class _RowKey(NamedTuple):
     """Identity of a row within an epoch: the file, counted from 0 in all sources, and the row or line number."""
 
     file: int
@@ -88,7 +88,7 @@ class StreamPosition:
     truncated: int = 0
 
 
-class SourceStream:
+class _SourceStream:
     """The rows of a source in training order, repeated endlessly."""
 
     def __init__(
@@ -118,13 +118,13 @@ class SourceStream:
         """Continue at a position."""
         self.position, self._block, self._reader, self._restored = position, None, None, True
 
-    def take(self, n: int) -> list[tuple[int, RowKey, EncodedRow]]:
+    def take(self, n: int) -> list[tuple[int, _RowKey, EncodedRow]]:
         """Return epoch, key and tokens of the next `n` rows that are not dropped.
 
         Raises:
             DataError: a row is invalid (names its file and line), or an epoch has no row that is not dropped.
         """
-        taken: list[tuple[int, RowKey, EncodedRow]] = []
+        taken: list[tuple[int, _RowKey, EncodedRow]] = []
         while len(taken) < n:
             # The position moves after the rows are encoded. So a row with an error is read again by the next call.
             rows = self._next_rows(n - len(taken))
@@ -137,7 +137,7 @@ class SourceStream:
                     continue
                 count += 1
                 truncated += row.truncated
-                taken.append((epoch, RowKey(self._indices[id(placed.file)], placed.number), row))
+                taken.append((epoch, _RowKey(self._indices[id(placed.file)], placed.number), row))
             self.position = replace(
                 self.position,
                 index=self.position.index + len(rows),
@@ -237,7 +237,7 @@ class SourceStream:
     def _block_size(self) -> int:
         """Return the number of rows of the block: random for the first one of an epoch, or else that of the buffer."""
         if not self.shuffle:
-            return min(self.buffer, READ_AHEAD)
+            return min(self.buffer, _READ_AHEAD)
         if self.position.block:
             return self.buffer
         return 1 + derive_seed(self.seed, "first block", self.position.epoch) % self.buffer
@@ -276,7 +276,7 @@ class StreamOrder(RowOrder):
         self._lock = RLock()
         self._place = 0
         self._anchors = [self._here()]
-        self._ids: OrderedDict[int, tuple[int, RowKey]] = OrderedDict()
+        self._ids: OrderedDict[int, tuple[int, _RowKey]] = OrderedDict()
         self._sources: dict[int, int] = {}
         self._request = 1
         self._drawn: Counter[int] = Counter()
@@ -289,7 +289,7 @@ class StreamOrder(RowOrder):
             return None if None in sizes else sum(n for n in sizes if n is not None)
 
     @override
-    def rows(self, places: Sequence[int]) -> list[tuple[int, RowKey]]:
+    def rows(self, places: Sequence[int]) -> list[tuple[int, _RowKey]]:
         """Return the (epoch, key) at each place. The dataset keeps the rows of the latest requests."""
         with self._lock:
             self._request = max(self._request, len(places))
@@ -359,7 +359,7 @@ class StreamOrder(RowOrder):
                 # The first anchor stays, so that any place can be reached again. The recent ones are for rollouts that
                 # restart.
                 self._anchors = [self._anchors[0], *self._anchors[1:][-_ANCHORS + 1 :], self._here()]
-            n = min(last - self._place, READ_AHEAD)
+            n = min(last - self._place, _READ_AHEAD)
             for place, source, (epoch, key, row) in self._take(n):
                 if place >= first:
                     self._ids[place] = (epoch, key)
@@ -368,7 +368,7 @@ class StreamOrder(RowOrder):
                     self._sources[place] = source
                     self._dataset.keep((epoch, key), row)
 
-    def _take(self, n: int) -> list[tuple[int, int, tuple[int, RowKey, EncodedRow]]]:
+    def _take(self, n: int) -> list[tuple[int, int, tuple[int, _RowKey, EncodedRow]]]:
         """Return place, source and row of the next `n` places."""
         places = range(self._place, self._place + n)
         chosen = [0] * n if self._choice is None else [self._choice.of(place)[0] for place in places]
@@ -408,7 +408,7 @@ class StreamedDataset(Dataset):
         self.sources, self.encoder, self.buffer = sources, encoder, buffer
         self.weights = tuple(source.weight for source in sources if source.weight is not None)
         self._pack, self._keep_rows = pack, keep_rows
-        self._rows: dict[tuple[int, RowKey], EncodedRow] = {}
+        self._rows: dict[tuple[int, _RowKey], EncodedRow] = {}
         self._keys = tuple(self._pack_rows([]).keys)  # a constant of the class of the packed rows
 
     def __len__(self) -> int:
@@ -441,7 +441,7 @@ class StreamedDataset(Dataset):
         parts = [[*(file.identity() for file in source.files), source.weight] for source in self.sources]
         return hashlib.sha256(json.dumps([parts, self.buffer]).encode()).hexdigest()
 
-    def streams(self, seed: int, shuffle: bool) -> list[SourceStream]:
+    def streams(self, seed: int, shuffle: bool) -> list[_SourceStream]:
         """Return the rows of each source as a stream, or of all sources as one stream if they have no weights."""
         counts = np.cumsum([0, *(sum(len(file.leaves()) for file in s.files) for s in self.sources)])
         if not self.weights:
@@ -449,9 +449,9 @@ class StreamedDataset(Dataset):
                 ", ".join(source.name for source in self.sources),
                 [file for source in self.sources for file in source.files],
             )
-            return [SourceStream(joined, range(counts[-1]), self.encoder, seed, shuffle, self.buffer)]
+            return [_SourceStream(joined, range(counts[-1]), self.encoder, seed, shuffle, self.buffer)]
         return [
-            SourceStream(
+            _SourceStream(
                 source,
                 range(counts[i], counts[i + 1]),
                 self.encoder,
@@ -466,11 +466,11 @@ class StreamedDataset(Dataset):
     def order(self, seed: int, shuffle: bool) -> StreamOrder:
         return StreamOrder(self, seed, shuffle)
 
-    def keep(self, row: tuple[int, RowKey], encoded: EncodedRow) -> None:
+    def keep(self, row: tuple[int, _RowKey], encoded: EncodedRow) -> None:
         """Keep the tokens of a row in memory."""
         self._rows[row] = encoded
 
-    def forget(self, row: tuple[int, RowKey]) -> None:
+    def forget(self, row: tuple[int, _RowKey]) -> None:
         """Remove the tokens of a row from memory."""
         self._rows.pop(row, None)
 

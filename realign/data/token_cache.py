@@ -77,7 +77,7 @@ class CachedEncoder:
     def _key(self, rows: list[Row], today: str) -> str | None:
         """Return the key of a chunk of rows; None if they contain other values than those of JSON."""
         with suppress(TypeError, ValueError, RecursionError):
-            return key_of("tokens", code_version(), self.format, today, json.dumps(rows, ensure_ascii=False))
+            return key_of("tokens", _code_version(), self.format, today, json.dumps(rows, ensure_ascii=False))
         return None
 
     def _read(self, key: str) -> Any:
@@ -109,7 +109,7 @@ def _unpack(row: Row, packed: Any) -> Encoded:
 
 
 @cache
-def code_version() -> str:
+def _code_version() -> str:
     """Return a hash of the source of this package and of the versions of the packages that tokenize for it."""
     digest, root = hashlib.sha256(), Path(__file__).parents[1]
     for path in sorted(root.rglob("*.py")):

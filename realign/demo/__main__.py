@@ -53,7 +53,7 @@ def show(demo: Demo, console: Console, results: Results) -> dict[str, Any]:
     summary = summarize(demo, sft, grpo, seconds)
     console.print(report(summary, sft, grpo))
     console.print("held-out answers, written as usual (the model and its samples have the units digit first):")
-    for sample in three_samples(grpo.samples):
+    for sample in _three_samples(grpo.samples):
         shown, reward = readable(sample["prompt"], sample["response"]), sample["reward"]
         reward = "none" if reward is None else f"{reward:g}"
         console.print(f"  {shown:<12} reward {reward}", markup=False, highlight=False)
@@ -143,7 +143,7 @@ def report(summary: dict[str, Any], sft: RunResult, grpo: RunResult) -> Table:
     return table
 
 
-def three_samples(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _three_samples(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return three scored responses, including a failed one if there is one."""
     failed = [s for s in samples if not s["reward"]]
     passed = [s for s in samples if s["reward"]]

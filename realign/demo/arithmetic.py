@@ -42,9 +42,9 @@ def prepare(
     pairs = [(a, b) for a in range(10, 100) for b in range(a, 100)]  # a + b and b + a are in the same split
     rng.shuffle(pairs)
     asked, trained = pairs[: held_out // 2], pairs[held_out // 2 :]
-    practice = [p for pair in trained for p in both_ways(*pair)]
+    practice = [p for pair in trained for p in _both_ways(*pair)]
     rng.shuffle(practice)
-    tiny.write_rows(task.held_out, [_problem(*p) for pair in asked for p in both_ways(*pair)])
+    tiny.write_rows(task.held_out, [_problem(*p) for pair in asked for p in _both_ways(*pair)])
     tiny.write_rows(task.prompts, [_problem(a, b) for a, b in practice])
     worked = [(a, b, add_without_carry(a, b) if rng.random() < mistakes else a + b) for a, b in practice]
     tiny.write_rows(
@@ -55,7 +55,7 @@ def prepare(
     return task
 
 
-def both_ways(a: int, b: int) -> list[tuple[int, int]]:
+def _both_ways(a: int, b: int) -> list[tuple[int, int]]:
     """Return a pair of summands in either order, or once if they are equal."""
     return list(dict.fromkeys([(a, b), (b, a)]))
 

@@ -60,7 +60,7 @@ def prepare(folder: Path, *, seed: int, squares: int = 512, mistakes: float = 0.
     rows = []
     for number in range(squares + held_out):
         name, color = f"images/{number}.png", rng.choice(list(COLORS))
-        draw_square(COLORS[color], rng).save(folder / name)
+        _draw_square(COLORS[color], rng).save(folder / name)
         rows.append({"images": [name], "messages": [_question()], "answer": color})
     tiny.write_rows(task.prompts, rows[:squares])
     tiny.write_rows(task.held_out, rows[squares:])
@@ -72,7 +72,7 @@ def prepare(folder: Path, *, seed: int, squares: int = 512, mistakes: float = 0.
             for row, answer in zip(rows, given, strict=False)
         ],
     )
-    tiny.save(task.model, build_model(seed=seed), build_tokenizer(), build_processor())
+    tiny.save(task.model, build_model(seed=seed), build_tokenizer(), _build_processor())
     return task
 
 
@@ -80,7 +80,7 @@ def _question() -> dict[str, Any]:
     return {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": QUESTION}]}
 
 
-def draw_square(color: tuple[int, int, int], rng: random.Random) -> Any:
+def _draw_square(color: tuple[int, int, int], rng: random.Random) -> Any:
     """Return an image of a square of about this color, at a random place on gray."""
     from PIL import Image
 
@@ -101,7 +101,7 @@ def build_tokenizer() -> Any:
     return tokenizer
 
 
-def build_processor() -> Any:
+def _build_processor() -> Any:
     """Return the image processor of the task."""
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 

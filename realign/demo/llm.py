@@ -44,7 +44,7 @@ PANELS = (
 )
 
 
-class LlmResults(NamedTuple):
+class _LlmResults(NamedTuple):
     """Result of the run, and its duration in seconds."""
 
     grpo: RunResult
@@ -66,7 +66,7 @@ def main(arguments: list[str]) -> int:
     )
 
 
-def train(demo: Demo, console: Console, *, model: str) -> LlmResults:
+def train(demo: Demo, console: Console, *, model: str) -> _LlmResults:
     """Prepare model and task, and execute the run.
 
     Args:
@@ -85,7 +85,7 @@ def train(demo: Demo, console: Console, *, model: str) -> LlmResults:
     reasoning.prepare(demo.output_dir / TASK, seed=demo.seed)
     keep_record(demo.output_dir, TASK)
     started = time.perf_counter()
-    return LlmResults(run(planned, console=console), time.perf_counter() - started)
+    return _LlmResults(run(planned, console=console), time.perf_counter() - started)
 
 
 def experiment(demo: Demo, model: str) -> Experiment:
@@ -114,7 +114,7 @@ def experiment(demo: Demo, model: str) -> Experiment:
     return built
 
 
-def show(demo: Demo, console: Console, results: LlmResults) -> dict[str, Any]:
+def show(demo: Demo, console: Console, results: _LlmResults) -> dict[str, Any]:
     """Print the table and the answers before and after, plot the curves, and return the JSON object."""
     title = "Sums by a language model: GRPO" + (" with shuffled rewards (control)" if demo.shuffle else "")
     picture = draw_curves({"GRPO": results.grpo.history}, demo.output_dir / PICTURE, title=title, panels=PANELS)
@@ -125,7 +125,7 @@ def show(demo: Demo, console: Console, results: LlmResults) -> dict[str, Any]:
     return summary | {"curves": str(picture)}
 
 
-def summarize(demo: Demo, results: LlmResults) -> dict[str, Any]:
+def summarize(demo: Demo, results: _LlmResults) -> dict[str, Any]:
     """Return the results as a JSON object."""
     held_out, lengths = results.grpo.series("eval/reward"), results.grpo.series("response_tokens")
     return {

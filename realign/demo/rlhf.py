@@ -40,7 +40,7 @@ Sample = dict[str, Any]
 # sampled. So they are comparable, and both start at 0.
 
 
-def read_responses(samples: Path, gold: RewardFunction) -> list[list[Sample]]:
+def _read_responses(samples: Path, gold: RewardFunction) -> list[list[Sample]]:
     """Return the responses of a `samples.jsonl` that have both rewards, grouped by step.
 
     Adds the key `gold` to each response.
@@ -61,7 +61,7 @@ def compare(steps: Sequence[Sequence[Sample]]) -> list[dict[str, float]]:
     """Return the standardized learned and gold rewards of each step.
 
     Args:
-        steps: Responses by step, as returned by `read_responses`.
+        steps: Responses by step, as returned by `_read_responses`.
 
     Returns:
         For each step: `step`; `learned` and `gold`, the mean rewards in standard deviations from the first step;
@@ -112,7 +112,7 @@ def _values(samples: Sequence[Mapping[str, Any]], key: str) -> npt.NDArray[np.fl
 NAME = "rlhf"
 RUNS = ("sft", "reward")
 TASK, PPO, PICTURE = "task", "ppo", "rlhf.png"
-LAST_STEPS = 10
+_LAST_STEPS = 10
 """Number of final PPO steps over which training metrics are averaged."""
 PANELS = (
     Panel("gold score: VADER, held-out openings", {"eval/reward": "mean of sampled responses"}),
@@ -134,7 +134,7 @@ PANELS = (
 )
 
 
-class RlhfResults(NamedTuple):
+class _RlhfResults(NamedTuple):
     """Results of the three runs, and their total duration in seconds."""
 
     sft: RunResult
@@ -150,7 +150,7 @@ def main(arguments: list[str]) -> int:
     )
 
 
-def train(demo: Demo, console: Console) -> RlhfResults:
+def train(demo: Demo, console: Console) -> _RlhfResults:
     """Prepare the task, and execute the three runs.
 
     Raises:
@@ -165,7 +165,7 @@ def train(demo: Demo, console: Console) -> RlhfResults:
     keep_record(demo.output_dir, TASK)
     started = time.perf_counter()
     sft, reward, ppo = (run(experiment, console=console) for experiment in planned)
-    return RlhfResults(sft, reward, ppo, time.perf_counter() - started)
+    return _RlhfResults(sft, reward, ppo, time.perf_counter() - started)
 
 
 def experiments(demo: Demo) -> tuple[Experiment, ...]:
@@ -217,9 +217,9 @@ def experiments(demo: Demo) -> tuple[Experiment, ...]:
     return sft, reward, ppo
 
 
-def show(demo: Demo, console: Console, results: RlhfResults) -> dict[str, Any]:
+def show(demo: Demo, console: Console, results: _RlhfResults) -> dict[str, Any]:
     """Print the table and some responses, plot the curves, and return the results as a JSON object."""
-    steps = read_responses(results.ppo.output_dir / "samples.jsonl", load_function(GOLD))
+    steps = _read_responses(results.ppo.output_dir / "samples.jsonl", load_function(GOLD))
     compared = compare(steps)
     picture = draw(demo, results, compared)
     summary = summarize(demo, results, compared)
@@ -232,7 +232,7 @@ def show(demo: Demo, console: Console, results: RlhfResults) -> dict[str, Any]:
     return summary | {"curves": str(picture)}
 
 
-def draw(demo: Demo, results: RlhfResults, compared: Sequence[dict[str, float]]) -> Path:
+def draw(demo: Demo, results: _RlhfResults, compared: Sequence[dict[str, float]]) -> Path:
     """Plot gold score, learned and gold reward, accuracy, KL, response length and critic. Return the path."""
     by_step = {record["step"]: record for record in compared}
     ppo = [record | by_step.get(record["step"], {}) for record in results.ppo.history]
@@ -241,7 +241,7 @@ def draw(demo: Demo, results: RlhfResults, compared: Sequence[dict[str, float]])
     return draw_curves(phases, demo.output_dir / PICTURE, title=title, panels=PANELS)
 
 
-def summarize(demo: Demo, results: RlhfResults, compared: Sequence[dict[str, float]]) -> dict[str, Any]:
+def summarize(demo: Demo, results: _RlhfResults, compared: Sequence[dict[str, float]]) -> dict[str, Any]:
     """Return the results as a JSON object.
 
     "before" and "after" refer to PPO. Rewards are in standard deviations (`compare`).
@@ -310,7 +310,7 @@ _TIMES = ("before", "after")
 
 
 def _last(values: Sequence[float]) -> float:
-    last = values[-LAST_STEPS:]
+    last = values[-_LAST_STEPS:]
     return sum(last) / len(last)
 
 

@@ -38,7 +38,7 @@ class Tone(IntEnum):
     good = 1
 
 
-LEADS = (
+_LEADS = (
     "in general", "last week", "this time", "as usual", "on monday", "on sunday", "in the morning", "in the evening",
     "after the trip", "before noon", "in my opinion", "for my part", "that day", "in april", "once again", "overall",
 )  # fmt: skip
@@ -149,7 +149,7 @@ def prepare(
         ),
     )
     labelled = [preference(rng, trained, hasty) for _ in range(pairs)]
-    write_rows(task.pairs, (with_random_label(rng, pair) for pair in labelled) if shuffle else labelled)
+    write_rows(task.pairs, (_with_random_label(rng, pair) for pair in labelled) if shuffle else labelled)
     words = vocabulary()
     save(task.model, build_model("llama", 2 + len(words), seed=seed), _tokenizer(words))
     return task
@@ -157,7 +157,9 @@ def prepare(
 
 def openings() -> list[str]:
     """Return every opening of a review. VADER scores all of them as neutral."""
-    return [f"{lead} the {aspect} {place}" for lead in LEADS for place, aspects in PLACES.items() for aspect in aspects]
+    return [
+        f"{lead} the {aspect} {place}" for lead in _LEADS for place, aspects in PLACES.items() for aspect in aspects
+    ]
 
 
 def preference(rng: random.Random, openings: Sequence[str], hasty: float = 0.0) -> dict[str, str]:
@@ -178,7 +180,7 @@ def preference(rng: random.Random, openings: Sequence[str], hasty: float = 0.0) 
     return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
 
 
-def with_random_label(rng: random.Random, pair: Mapping[str, str]) -> dict[str, str]:
+def _with_random_label(rng: random.Random, pair: Mapping[str, str]) -> dict[str, str]:
     """Return the pair with a random label."""
     chosen, rejected = rng.sample([pair["chosen"], pair["rejected"]], 2)
     return {"prompt": pair["prompt"], "chosen": chosen, "rejected": rejected}
@@ -195,20 +197,20 @@ def continuation(rng: random.Random, opening: str) -> str:
         if number:
             turns = before is not None and before * tone < 0
             words.append("but" if turns and rng.random() < 0.8 else rng.choice(("and", ", and", "while")))
-            words.append(clause(rng, tone, rng.choice(PLACES[place])))
+            words.append(_clause(rng, tone, rng.choice(PLACES[place])))
         else:
-            words.append(predicate(rng, tone))
+            words.append(_predicate(rng, tone))
         before = tone
     loud = mood is not Tone.none and rng.random() < 0.25
     words.append(rng.choice(("!", "! !", "! ! !")) if loud else ".")
     return " ".join(words)
 
 
-def clause(rng: random.Random, tone: Tone, aspect: str) -> str:
+def _clause(rng: random.Random, tone: Tone, aspect: str) -> str:
     """Return a clause with a separate subject."""
     kind = rng.random()
     if kind < 0.6:
-        return f"the {aspect} {predicate(rng, tone)}"
+        return f"the {aspect} {_predicate(rng, tone)}"
     who = rng.choice(("i", "we", "my sister"))
     if kind < 0.75 and tone is not Tone.none:
         return f"{who} would {'not ' if tone is Tone.bad else ''}recommend it"
@@ -216,7 +218,7 @@ def clause(rng: random.Random, tone: Tone, aspect: str) -> str:
     return f"{who} {'really ' if rng.random() < 0.2 else ''}{verb} it"
 
 
-def predicate(rng: random.Random, tone: Tone) -> str:
+def _predicate(rng: random.Random, tone: Tone) -> str:
     """Return a predicate: an adjective (plain, intensified, weakened or negated), a feeling, or a noun."""
     kind = rng.random()
     if kind < 0.15:
@@ -235,7 +237,7 @@ def predicate(rng: random.Random, tone: Tone) -> str:
 
 def vocabulary() -> list[str]:
     """Return every word that a review can contain, in a fixed order."""
-    listed = [LEADS, PLACES, *PLACES.values(), STRONGER, WEAKER]
+    listed = [_LEADS, PLACES, *PLACES.values(), STRONGER, WEAKER]
     listed += [words for kind in (ADJECTIVES, FEELINGS, NOUNS, VERBS) for words in kind.values()]
     fixed = ("the i we my sister it would not never recommend left me us was and , but while . !",)
     return sorted({word for texts in (*listed, fixed) for text in texts for word in text.split()})

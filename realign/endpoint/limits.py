@@ -15,7 +15,7 @@ from realign.settings import Count, Positive, Settings
 Scope: TypeAlias = MutableMapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send: TypeAlias = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-App: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
+_App: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 _DRAINED = 8
 """A body that is too large is read and dropped up to this multiple of the limit, so that clients see the error."""
@@ -43,7 +43,7 @@ class EndpointLimits(Settings):
 class Guard:
     """ASGI middleware that limits the number and the time of requests."""
 
-    def __init__(self, app: App, limits: EndpointLimits) -> None:
+    def __init__(self, app: _App, limits: EndpointLimits) -> None:
         """Wrap an application."""
         self._app, self._limits = app, limits
         self._active: set[asyncio.Task[Any]] = set()

@@ -46,16 +46,16 @@ def unsupported(param: str, why: str = "") -> ApiError:
     return ApiError(400, f"Unsupported parameter: {why}.", param=param, code="unsupported_parameter")
 
 
-MOST_CHOICES = 128
+_MOST_CHOICES = 128
 """Maximum of `n`, as in the OpenAI API."""
-MOST_STOPS = 16
+_MOST_STOPS = 16
 """Maximum number of stop strings."""
-MOST_TOP = 20
+_MOST_TOP = 20
 """Maximum number of most likely tokens per position, as in the OpenAI API."""
-GREEDY_BELOW = 0.01
+_GREEDY_BELOW = 0.01
 """Temperatures below this value select the most likely token."""
 
-SUPPORTED = frozenset(
+_SUPPORTED = frozenset(
     (
         *("model", "messages", "n", "stop", "max_tokens", "max_completion_tokens", "temperature", "top_p", "seed"),
         *("stream", "stream_options", "logprobs", "top_logprobs", "tools", "tool_choice", "parallel_tool_calls"),
@@ -65,7 +65,7 @@ SUPPORTED = frozenset(
 """Supported parameters."""
 
 _ANY = object()
-WITHOUT_EFFECT: Mapping[str, tuple[Any, ...]] = MappingProxyType(
+_WITHOUT_EFFECT: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
         "user": (_ANY,),
         "metadata": (_ANY,),
@@ -126,13 +126,13 @@ class Parameters:
             config = replace(config, top_p=self.top_p)
         if self.temperature is None:
             return config
-        if self.temperature < GREEDY_BELOW:
+        if self.temperature < _GREEDY_BELOW:
             return replace(config, greedy=True)
         return replace(config, greedy=False, temperature=self.temperature)
 
     def scoring_temperature(self, defaults: GenerationConfig) -> float:
         """Return the temperature of log-probs from a `Scorer`; greedy sampling uses that of `defaults`."""
-        greedy = self.temperature is None or self.temperature < GREEDY_BELOW
+        greedy = self.temperature is None or self.temperature < _GREEDY_BELOW
         return defaults.temperature if greedy else self.temperature  # type: ignore[return-value]
 
     def list_ignored(self, defaults: GenerationConfig) -> list[str]:
@@ -159,18 +159,20 @@ def read_parameters(body: Mapping[str, Any]) -> Parameters:
     """
     given = {name: value for name, value in body.items() if value is not None}
     for name, value in given.items():
-        if name not in SUPPORTED:
+        if name not in _SUPPORTED:
             _check_neutral(name, value)
     options = _read_parameter(given, "stream_options", {}, _is(dict), "expected an object")
     if unknown := sorted(set(options) - {"include_usage", "include_obfuscation"}):
         raise unsupported(f"stream_options.{unknown[0]}")
     longest = "max_completion_tokens" if "max_completion_tokens" in given else "max_tokens"
     logprobs = _read_parameter(given, "logprobs", False, _is(bool), "expected true or false")
-    top = _read_parameter(given, "top_logprobs", 0, _integer(0, MOST_TOP), f"expected an integer from 0 to {MOST_TOP}")
+    top = _read_parameter(
+        given, "top_logprobs", 0, _integer(0, _MOST_TOP), f"expected an integer from 0 to {_MOST_TOP}"
+    )
     if top and not logprobs:
         raise invalid("top_logprobs", "requires logprobs=true")
     return Parameters(
-        n=_read_parameter(given, "n", 1, _integer(1, MOST_CHOICES), f"expected an integer from 1 to {MOST_CHOICES}"),
+        n=_read_parameter(given, "n", 1, _integer(1, _MOST_CHOICES), f"expected an integer from 1 to {_MOST_CHOICES}"),
         stop=_stops(given.get("stop")),
         max_tokens=_read_parameter(given, longest, None, _integer(1, 2**31), "expected an integer of at least 1"),
         temperature=_read_parameter(given, "temperature", None, _number(0, 2), "expected a number from 0 to 2"),
@@ -186,7 +188,7 @@ def read_parameters(body: Mapping[str, Any]) -> Parameters:
 
 
 def _check_neutral(name: str, value: Any) -> None:
-    allowed = WITHOUT_EFFECT.get(name, ())
+    allowed = _WITHOUT_EFFECT.get(name, ())
     # In Python, 0 == False: a neutral False accepts False only.
     if not any(
         neutral is _ANY or (neutral == value and type(neutral) is not bool) or neutral is value for neutral in allowed
@@ -219,9 +221,9 @@ def _number(low: float, high: float) -> Callable[[Any], bool]:
 
 def _stops(given: Any) -> tuple[str, ...]:
     stops = [given] if isinstance(given, str) else given or []
-    right = isinstance(stops, list) and len(stops) <= MOST_STOPS and all(isinstance(s, str) and s for s in stops)
+    right = isinstance(stops, list) and len(stops) <= _MOST_STOPS and all(isinstance(s, str) and s for s in stops)
     if not right:
-        raise invalid("stop", f"expected a text, or a list of at most {MOST_STOPS} texts that are not empty")
+        raise invalid("stop", f"expected a text, or a list of at most {_MOST_STOPS} texts that are not empty")
     return tuple(stops)
 
 
@@ -253,7 +255,7 @@ def read_json(body: bytes) -> dict[str, Any]:
 ROLES = ("system", "developer", "user", "assistant", "tool")
 """Roles of messages. A `developer` message becomes a system message, which chat templates know."""
 
-MOST_TOOLS = 128
+_MOST_TOOLS = 128
 """Maximum number of tools of a request, as in the OpenAI API."""
 
 
@@ -279,8 +281,8 @@ def read_tools(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     tools, choice = body.get("tools"), body.get("tool_choice")
     if tools is None:
         return None
-    if not isinstance(tools, list) or len(tools) > MOST_TOOLS:
-        raise invalid("tools", f"expected a list of at most {MOST_TOOLS} tools")
+    if not isinstance(tools, list) or len(tools) > _MOST_TOOLS:
+        raise invalid("tools", f"expected a list of at most {_MOST_TOOLS} tools")
     for number, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, Mapping) and tool.get("type") == "function" else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):

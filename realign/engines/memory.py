@@ -23,9 +23,9 @@ from realign.samplers.in_process.decode import LOGIT_ELEMENTS, PREFILL_TOKENS, c
 from realign.samplers.in_process.settings import InProcessSampling
 
 FP32 = 4
-RUNNING_PAIRS = 2
+_RUNNING_PAIRS = 2
 """Tensors with a number for each pair of tokens that a layer without fused attention creates and does not save."""
-NF4 = 0.516
+_NF4 = 0.516
 """Bytes per weight in 4-bit NormalFloat with double quantization: half a byte, and its scales."""
 
 
@@ -148,7 +148,7 @@ class MemoryModel:
         shape = self.shape
         extra = FP32 * (shape.adapters + self._value_weights + self._q_weights)
         if self.load_in_4bit:
-            return round(NF4 * shape.matrices) + FP32 * (shape.parameters - shape.matrices) + extra
+            return round(_NF4 * shape.matrices) + FP32 * (shape.parameters - shape.matrices) + extra
         return FP32 * shape.parameters + extra
 
     def _reference(self, layers: int | None) -> int:
@@ -224,7 +224,7 @@ class MemoryModel:
     def _running_pairs(self, tokens: int, work: MemoryWork) -> int:
         """Return the memory of the pairs of a layer while it runs. A packed model computes one sequence at a time."""
         alone = tokens if self.shape.unpacked else min(tokens, work.prompt + work.response)
-        return RUNNING_PAIRS * self._attention_pairs(alone, work)
+        return _RUNNING_PAIRS * self._attention_pairs(alone, work)
 
     def _activations(self, tokens: int, work: MemoryWork, waiting: int = 1) -> int:
         """Return the memory of the tensors that autograd saves, and of the gradients of one layer's tensors."""

@@ -156,14 +156,14 @@ async def _answer(name: str, call: Callable[[], Any], read: Callable[[Any], Step
     try:
         returned = await result_of(call)
     except BaseException as error:  # includes SystemExit, which would end the event loop if raised in a task
-        return Answer(None, _format_traceback(error), kind_of(error))
+        return Answer(None, _format_traceback(error), _kind_of(error))
     try:
         return Answer(read(returned))
     except ValueError as error:
         return Answer(None, f"ValueError: environment {name}: {error}", EpisodeFailure.exception)
 
 
-def kind_of(error: BaseException) -> EpisodeFailure:
+def _kind_of(error: BaseException) -> EpisodeFailure:
     """Return the kind of failure of an exception."""
     if isinstance(error, TimeoutError):
         return EpisodeFailure.timeout

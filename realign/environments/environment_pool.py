@@ -24,9 +24,9 @@ from realign.text import headline, log_file
 logger = logging.getLogger(__name__)
 
 Keep: TypeAlias = Callable[[Answer], None]
-Question: TypeAlias = Callable[[Keep], Coroutine[Any, Any, Answer]]
+_Question: TypeAlias = Callable[[Keep], Coroutine[Any, Any, Answer]]
 
-INTERRUPTED_S = 1.0
+_INTERRUPTED_S = 1.0
 """Seconds that `close` of all environments together may take when a signal ends the run."""
 
 
@@ -71,7 +71,7 @@ class EnvironmentPool:
         try:
             if self._made:
                 with suppress(TimeoutError):
-                    self._run(self._close_all, INTERRUPTED_S if interrupted else math.inf)
+                    self._run(self._close_all, _INTERRUPTED_S if interrupted else math.inf)
         finally:
             self._shared.__exit__(kind)
 
@@ -87,14 +87,14 @@ class EnvironmentPool:
         """Call `step` with the policy's turn for each of these episodes; returns the answers in the same order."""
         return self._ask({episode: partial(self._step, episode, reply) for episode, reply in turns.items()})
 
-    def _ask(self, questions: Mapping[int, Question]) -> list[Answer]:
+    def _ask(self, questions: Mapping[int, _Question]) -> list[Answer]:
         """Return the answers in order; a question that a blocked loop did not answer gets a failure."""
         self._follow_loop()
         lost = Answer(None, "its event loop was abandoned because a call blocked it", EpisodeFailure.blocked)
         answers = dict.fromkeys(self._lost, lost)
         asked = {e: question for e, question in questions.items() if e not in self._lost}
 
-        async def ask_one(episode: int, question: Question) -> None:
+        async def ask_one(episode: int, question: _Question) -> None:
             keep = partial(answers.__setitem__, episode)
             answer = await question(keep)
             keep(answer)  # includes the failure of a call that timed out

@@ -88,10 +88,10 @@ def load_with_tools(name: str, arguments: Mapping[str, Any], sources: ToolSource
         raise ConfigError(
             f"environment {name!r}: tools and mcp require an `async def step`, since calls of tools are awaited."
         )
-    return partial(ToolEnvironment, make, sources)
+    return partial(_ToolEnvironment, make, sources)
 
 
-class ToolEnvironment:
+class _ToolEnvironment:
     """Opens the tools of an episode before the `reset` of an environment, and closes them after its `close`.
 
     Args:

@@ -176,7 +176,7 @@ def load_tools(functions: Sequence[str], servers: Sequence[str]) -> ToolSources:
     return ToolSources(tuple(tools), tuple(map(McpServer.of, servers)))
 
 
-ServerTool = tuple[Mapping[str, Any], Callable[[dict[str, Any]], Awaitable[Any]]]
+_ServerTool = tuple[Mapping[str, Any], Callable[[dict[str, Any]], Awaitable[Any]]]
 """Schema of a tool in the format of OpenAI, and a function that calls it."""
 KIND = "MCP server"
 """What a URL of this module is, for messages."""
@@ -218,7 +218,7 @@ class McpServer:
         return cls(command=words)
 
     @asynccontextmanager
-    async def connect(self) -> AsyncIterator[McpTools]:
+    async def connect(self) -> AsyncIterator[_McpTools]:
         """Connect to the server. A command gets only basic environment variables, such as PATH and HOME.
 
         Raises:
@@ -255,7 +255,7 @@ class McpServer:
                     raised = ConnectionError(f"cannot connect to the MCP server {shown!r}: {describe(error)}")
                     raise raised from None
                 try:
-                    yield McpTools(client, describe)
+                    yield _McpTools(client, describe)
                 except BaseException as error:
                     raised = error
                     raise
@@ -270,19 +270,19 @@ class McpServer:
         raise first  # here, where nothing is its context
 
 
-class McpTools:
+class _McpTools:
     """An open connection."""
 
     def __init__(self, client: Any, described: Callable[[BaseException], str]) -> None:
         self._client, self._described = client, described
 
-    async def tools(self) -> list[ServerTool]:
+    async def tools(self) -> list[_ServerTool]:
         """Return the tools of the server.
 
         Raises:
             ConnectionError: the server failed.
         """
-        tools: list[ServerTool] = []
+        tools: list[_ServerTool] = []
         cursor = None
         for _ in range(_PAGES):
             page = await self._answer("when it listed its tools", self._client.list_tools(cursor=cursor))

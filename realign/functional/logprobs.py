@@ -35,22 +35,22 @@ __all__ = [
 ]
 
 
-MIN_TEMPERATURE = 1e-2
+_MIN_TEMPERATURE = 1e-2
 """Minimum temperature. Below it, scaled logits are numerically meaningless in low precision."""
 
-IMPOSSIBLE = -1e4
+_IMPOSSIBLE = -1e4
 """A log-prob whose exponential is 0 in every precision."""
 
-CHUNK_ELEMENTS_CPU = 2**22
+_CHUNK_ELEMENTS_CPU = 2**22
 """Logits per chunk on CPU: 16 MiB in fp32, which fits the last-level cache and is as fast as larger chunks."""
 
-CHUNK_ELEMENTS_ACCELERATOR = 2**26
+_CHUNK_ELEMENTS_ACCELERATOR = 2**26
 """Minimum logits per chunk on an accelerator: 256 MiB in fp32, hundreds of tokens for a vocabulary of 150,000."""
 
-CHUNK_ELEMENTS_LARGEST = 2**28
+_CHUNK_ELEMENTS_LARGEST = 2**28
 """Maximum logits per chunk on an accelerator: 1 GiB in fp32."""
 
-MEMORY_PER_ELEMENT = 320
+_MEMORY_PER_ELEMENT = 320
 """Bytes of device memory for each logit of a chunk: a chunk in fp32 takes 1/80 of the memory. It depends on the size
 of the device and not on its free memory, so that equal devices round equally."""
 
@@ -433,7 +433,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 if entropy_grad_N is None:
                     grad_CV = logp_CV.exp_().mul_(-picked_C1)
                 else:
-                    logp_CV.clamp_(min=IMPOSSIBLE)  # else 0 * -inf
+                    logp_CV.clamp_(min=_IMPOSSIBLE)  # else 0 * -inf
                     # d logp / d logits = onehot - p and d H / d logits = -p (logp + H), with p factored out.
                     surplus_CV = (logp_CV + entropy_N[rows, None]).mul_(entropy_grad_N[rows, None] * ctx.project.gain)
                     grad_CV = logp_CV.exp_().mul_(surplus_CV.add_(picked_C1).neg_())
@@ -450,8 +450,8 @@ class _TokenLogprobs(torch.autograd.Function):
 
 def check_head(hidden_NH: Tensor, head: LMHead, temperature: float) -> None:
     """Raise ValueError if the temperature is too small, or the shapes do not match."""
-    if not temperature >= MIN_TEMPERATURE:
-        raise ValueError(f"temperature must be at least {MIN_TEMPERATURE}, found {temperature}")
+    if not temperature >= _MIN_TEMPERATURE:
+        raise ValueError(f"temperature must be at least {_MIN_TEMPERATURE}, found {temperature}")
     if hidden_NH.ndim != 2 or head.weight_VH.ndim != 2 or hidden_NH.shape[1] != head.weight_VH.shape[1]:
         raise ValueError(
             f"hidden states of shape {tuple(hidden_NH.shape)} do not fit a head of shape {tuple(head.weight_VH.shape)}"
@@ -469,11 +469,11 @@ def _check_targets(targets_N: Tensor, words: int) -> None:
 def chunk_tokens(words: int, device: torch.device) -> int:
     """Return the default number of tokens in a chunk of logits over `words` tokens of the vocabulary."""
     if device.type == "cpu":
-        return max(64, min(2048, CHUNK_ELEMENTS_CPU // max(1, words)))
-    elements = CHUNK_ELEMENTS_ACCELERATOR
+        return max(64, min(2048, _CHUNK_ELEMENTS_CPU // max(1, words)))
+    elements = _CHUNK_ELEMENTS_ACCELERATOR
     if device.type == "cuda" and torch.cuda.is_available():
         total = torch.cuda.get_device_properties(device).total_memory
-        elements = max(elements, min(CHUNK_ELEMENTS_LARGEST, total // MEMORY_PER_ELEMENT))
+        elements = max(elements, min(_CHUNK_ELEMENTS_LARGEST, total // _MEMORY_PER_ELEMENT))
     return max(64, min(8192, elements // max(1, words)))
 
 

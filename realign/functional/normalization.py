@@ -37,7 +37,7 @@ __all__ = [
 Reduce: TypeAlias = Callable[[Tensor], Tensor]
 """Sums a tensor over all ranks and returns the sum on each rank."""
 
-DEGENERATE = 1e-6
+_DEGENERATE = 1e-6
 """Ratio of standard deviation to root mean square up to which a unit is too flat to divide by its deviation."""
 
 
@@ -75,7 +75,7 @@ def normalize(
     """Compute `(x - mean) / (std + eps)`, with mean and standard deviation over the batch or over each group.
 
     The elements of a unit (a group, or the batch) become exactly 0 if it has fewer than two elements or is constant.
-    Before a division, a unit with a standard deviation of at most `DEGENERATE` times its root mean square counts as
+    Before a division, a unit with a standard deviation of at most `_DEGENERATE` times its root mean square counts as
     constant, since the division would amplify rounding errors. Without a division, small differences remain.
 
     Args:
@@ -184,7 +184,7 @@ class Moments(NamedTuple):
     constant_U: Tensor
     """bool: whether the unit has fewer than two elements, or equal ones: deviations are rounding errors of the mean."""
     degenerate_U: Tensor
-    """bool: whether the unit is constant up to `DEGENERATE`, so that its standard deviation is no divisor."""
+    """bool: whether the unit is constant up to `_DEGENERATE`, so that its standard deviation is no divisor."""
 
     def variance_U(self, unbiased: bool) -> Tensor:
         return self.deviation_U / (self.count_U - int(unbiased)).clamp(min=1)
@@ -216,7 +216,7 @@ def _moments(x_M: Tensor, unit_M: Tensor, units: int, reduce: Reduce, counted_M:
 
     # The mean of n equal numbers has a relative error below n * eps.
     constant_U = flat_up_to(count_U * torch.finfo(count_U.dtype).eps)
-    return Moments(unit_M, count_U, mean_U, deviation_U, constant_U, constant_U | flat_up_to(DEGENERATE))
+    return Moments(unit_M, count_U, mean_U, deviation_U, constant_U, constant_U | flat_up_to(_DEGENERATE))
 
 
 def _scatter(y_M: Tensor, x_N: Tensor, mask_N: Tensor) -> Tensor:
@@ -273,7 +273,7 @@ class RunningMoments:
     @property
     def scale(self) -> float:
         """Divisor of `normalize`: `std + eps`, or 1 before the first update and while all values are equal."""
-        constant = self.std <= DEGENERATE * math.hypot(self.mean, self.std)
+        constant = self.std <= _DEGENERATE * math.hypot(self.mean, self.std)
         return 1.0 if constant or self.count == 0 else self.std + self.eps
 
     def update(self, x_N: Tensor, mask_N: Tensor, reduce: Reduce = identity) -> None:

@@ -47,7 +47,7 @@ from realign.interfaces.components.pairs import check_pairs, pairs_of, train_on_
 from realign.interfaces.reference import ReferenceInterface
 from realign.settings import Count, NonNegative, Positive, Range
 
-LARGEST_LOGPROB = -1e-6
+_LARGEST_LOGPROB = -1e-6
 """Bound on log-probs in odds p / (1 - p), which are infinite at p = 1."""
 
 
@@ -118,7 +118,7 @@ def dpo_loss(
 
 def _log_odds(logprobs_P: Tensor) -> Tensor:
     """Compute log(p / (1 - p)) from log p; p is bounded below 1."""
-    bounded_P = logprobs_P.clamp(max=LARGEST_LOGPROB)
+    bounded_P = logprobs_P.clamp(max=_LARGEST_LOGPROB)
     # 1 - p as -expm1(log p), which keeps its digits where p is near 1.
     return bounded_P - torch.log(-torch.expm1(bounded_P))
 

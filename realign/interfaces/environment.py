@@ -58,7 +58,7 @@ from realign.errors import GraphError, SettingsError
 from realign.settings import Count, Finite, Fraction, Positive
 from realign.tokenization import Tokens
 
-OF_ENVIRONMENT = f"{NAMED}environment"
+_OF_ENVIRONMENT = f"{NAMED}environment"
 """Key [S] of the environment's own rewards, if further functions score the episodes."""
 
 
@@ -166,7 +166,7 @@ class EnvironmentInterface(ModelInterface):
     def keys(self, method: str) -> Keys:
         if method != "generate":
             return Keys()
-        reports = frozenset() if self.reward is None else self.reward.keys("inference").reports | {OF_ENVIRONMENT}
+        reports = frozenset() if self.reward is None else self.reward.keys("inference").reports | {_OF_ENVIRONMENT}
         writes = {*keys_written(self.dense), *([ROUTER_EXPERTS] if self.generation.router_replay else [])}
         writes |= {SAMPLING_MASK} if self.generation.sampling_replay else set()
         return Keys(needs={"prompt_ids": "", "row": ""}, writes=frozenset(writes), reports=reports)
@@ -233,7 +233,7 @@ class EnvironmentInterface(ModelInterface):
         if self.dense:  # then `rewards` only marks failed episodes
             own_S = torch.where(own_S.isnan(), own_S, total_rewards(played))
         scored = scored.to(own_S.device)
-        named = {OF_ENVIRONMENT: own_S} | {key: scored[key] for key in scored.keys - {"rewards"}}
+        named = {_OF_ENVIRONMENT: own_S} | {key: scored[key] for key in scored.keys - {"rewards"}}
         return result.with_sequences(rewards=played["rewards"] + scored["rewards"], **named)
 
     def _seed(self, model: Model, prompt: str, episode: int) -> int:

@@ -115,7 +115,7 @@ class ILQLInterface(ModelInterface):
 
     def loss(self, output: ModelOutput, minibatch: SequenceSample) -> tuple[Tensor, Stats]:
         """Return the aggregated sum of the four losses, and metrics."""
-        mask_T, cu_seqlens = mask_rewarded(minibatch), minibatch.cu_seqlens()
+        mask_T, cu_seqlens = _mask_rewarded(minibatch), minibatch.cu_seqlens()
         values_T, q = output.values(), output.q_values(where_T=mask_T)
         nll_T = nll_loss(output.logprobs(where_T=mask_T), mask_T)
         rewards_T = token_rewards(minibatch["rewards"], mask_T, cu_seqlens)
@@ -142,7 +142,7 @@ class ILQLInterface(ModelInterface):
 
     def loss_weight(self, data: SequenceSample) -> Tensor:
         """Return the divisor of the loss."""
-        return self.aggregation.weight(mask_rewarded(data), data.cu_seqlens())
+        return self.aggregation.weight(_mask_rewarded(data), data.cu_seqlens())
 
     @override
     def describe(self, batch_prompts: int) -> dict[str, str]:
@@ -151,7 +151,7 @@ class ILQLInterface(ModelInterface):
         return {"loss": f"{terms}, {self.aggregation.describe()}"}
 
 
-def mask_rewarded(data: SequenceSample) -> Tensor:
+def _mask_rewarded(data: SequenceSample) -> Tensor:
     """Return [T] bool: the tokens of responses that have a reward."""
     return data["loss_mask"] & broadcast_to_tokens(data["rewards"].isfinite(), data.cu_seqlens())
 

@@ -138,7 +138,7 @@ def mismatch_responses(data: SequenceSample) -> SequenceSample:
     return SequenceSample.from_sequences(data.ids, nested)
 
 
-def response_logprobs(model: Model, data: SequenceSample, mb_spec: MicroBatchSpec, temperature: float) -> Tensor:
+def _response_logprobs(model: Model, data: SequenceSample, mb_spec: MicroBatchSpec, temperature: float) -> Tensor:
     """Return [S] the log-prob of each response under the model, summed over its tokens in `loss_mask`."""
     scored = score_logprobs(model, data, mb_spec, temperature)["logprobs"]
     return segment_sum(torch.where(data["loss_mask"], scored, 0), data.cu_seqlens())
@@ -192,7 +192,7 @@ class KTOInterface(ModelInterface):
     def _step(self, model: Model, part: SequenceSample, mb_spec: MicroBatchSpec) -> Stats:
         """Compute the baseline of a mini-batch under the current weights, and take an optimizer step."""
         other = part.select(OTHER.values()).rename({new: old for old, new in OTHER.items()})
-        policy_S = response_logprobs(model, other, mb_spec, self.temperature)
+        policy_S = _response_logprobs(model, other, mb_spec, self.temperature)
         baseline = kto_baseline(policy_S, part["mismatched_ref_logprobs"], has_answer(other))
         # As a key, so that each micro-batch compares with the baseline of the whole step.
         data = part.select(TRAINED).with_sequences(kl_baseline=baseline.expand(part.n_sequences).contiguous())
@@ -249,7 +249,7 @@ class KTOReferenceInterface(ReferenceInterface):
 
     def inference(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> SequenceSample:
         """Compute `logprobs` [T] of the responses, and `mismatched_ref_logprobs` [S] of responses to other prompts."""
-        other_S = response_logprobs(model, mismatch_responses(data), mb_spec, self.temperature)
+        other_S = _response_logprobs(model, mismatch_responses(data), mb_spec, self.temperature)
         scored = super().inference(model, data, mb_spec)
         return (
             data.with_tokens(logprobs=scored["logprobs"])

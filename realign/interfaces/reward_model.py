@@ -145,7 +145,7 @@ def divergence_loss(
     return torch.where(where_PL, -F.logsigmoid(difference_PL), 0).sum(1) / where_PL.sum(1).clamp(min=1)
 
 
-def best_of_n_loss(scores_S: Tensor, labels_S: Tensor, group_S: Tensor, n_groups: int) -> Tensor:
+def _best_of_n_loss(scores_S: Tensor, labels_S: Tensor, group_S: Tensor, n_groups: int) -> Tensor:
     """Compute the cross-entropy of a softmax over the scores of a group, with the preferred response as the target.
 
     Source: arXiv:1909.08593 (eq. 1).
@@ -302,7 +302,7 @@ class RewardModelInterface(ModelInterface):
 
         def post_hook(output: ModelOutput, mb: SequenceSample) -> SequenceSample:
             scored = mb.with_sequences(scores=self._scores(output, mb))
-            return scored.with_tokens(after=self._scale(scores_after(output, mb))) if self.dense else scored
+            return scored.with_tokens(after=self._scale(_scores_after(output, mb))) if self.dense else scored
 
         scored = model.engine.forward(self._mark_ends(model, data.select(["input_ids"])), mb_spec, post_hook)
         return scored["scores"], scored.get("after")
@@ -480,7 +480,7 @@ class RewardModelInterface(ModelInterface):
         else:
             margin_P = data["margins"][pairs.chosen_P] if self.use_margin else None
             if self.from_divergence:
-                after_T = self._scale(scores_after(output, data))
+                after_T = self._scale(_scores_after(output, data))
                 loss_P = divergence_loss(after_T, data["input_ids"], data.cu_seqlens(), pairs, margin_P=margin_P)
             else:
                 loss_P = pairwise_loss(chosen_P, rejected_P, margin_P=margin_P)
@@ -499,7 +499,7 @@ class RewardModelInterface(ModelInterface):
     def _best_of_n(self, data: SequenceSample, scores_S: Tensor, labels_S: Tensor) -> tuple[Tensor, Stats]:
         group_S, present_S, counts_G = data.group_index(), has_answer(data), self._chosen_groups(data)
         group_M, scores_M, labels_M = group_S[present_S], scores_S[present_S], labels_S[present_S]
-        loss_G = best_of_n_loss(scores_M, labels_M, group_M, len(data))
+        loss_G = _best_of_n_loss(scores_M, labels_M, group_M, len(data))
         lowest_G = scores_M.detach().new_full((len(data),), -torch.inf)
         best_G = lowest_G.scatter_reduce(0, group_M, scores_M.detach(), "amax")
         chosen_M, counts_M = labels_M > 0, counts_G[group_M]
@@ -516,7 +516,7 @@ def dataflow() -> DataflowGraph:
     return DataflowGraph((train,), dataset_keys=("input_ids", "prompt_mask", "loss_mask", "labels", "margins"))
 
 
-def scores_after(output: ModelOutput, data: SequenceSample) -> Tensor:
+def _scores_after(output: ModelOutput, data: SequenceSample) -> Tensor:
     """Return [T] score after each token: the value before the next token, or at the last token the sequence's score."""
     cu_seqlens = data.cu_seqlens()
     after_T = output.values().roll(-1)

@@ -223,7 +223,7 @@ class RuleRewardInterface(ModelInterface):
     def _term_rewards(
         self,
         model: Model,
-        ids: Sequence[TokenIds],
+        ids: Sequence[_TokenIds],
         rows: list[Any],
         groups: list[int],
         responses: Sequence[str] | None = None,
@@ -299,7 +299,7 @@ class RuleRewardInterface(ModelInterface):
     def _dense(self, model: Model, data: SequenceSample, cut: Cut) -> SequenceSample:
         judged = cut.judged_S.nonzero()[:, 0].tolist()
         owners = data.group_index().tolist()
-        (prompts, responses), tokens = decode(model, token_ids(cut.data)), token_texts(model, cut.data)
+        (prompts, responses), tokens = decode(model, token_ids(cut.data)), _token_texts(model, cut.data)
         lists = self._open_pool(_SINGLE).score_tokens(
             [prompts[i] for i in judged],
             [responses[i] for i in judged],
@@ -330,11 +330,11 @@ class RuleRewardInterface(ModelInterface):
             pool.close()
 
 
-TokenIds = tuple[list[int], list[int]]
+_TokenIds = tuple[list[int], list[int]]
 """Token ids of a prompt and of a response."""
 
 
-def token_ids(data: SequenceSample) -> list[TokenIds]:
+def token_ids(data: SequenceSample) -> list[_TokenIds]:
     """Return the token ids of the prompt and of the response of every sequence.
 
     The response is everything after the prompt: in a multi-turn episode, all turns and observations.
@@ -350,7 +350,7 @@ def token_ids(data: SequenceSample) -> list[TokenIds]:
     return pairs
 
 
-def decode(model: Model, ids: Sequence[TokenIds], special_tokens: bool = False) -> tuple[list[str], list[str]]:
+def decode(model: Model, ids: Sequence[_TokenIds], special_tokens: bool = False) -> tuple[list[str], list[str]]:
     """Return the texts of prompts and of responses, with or without special tokens."""
     tokens = Tokens(model.tokenizer)
     prompts = [tokens.decode(prompt, (), special=special_tokens) for prompt, _ in ids]
@@ -368,7 +368,7 @@ def _tensor(values: Sequence[float | None]) -> Tensor:
     return torch.tensor([math.nan if value is None else value for value in values], dtype=torch.float64)
 
 
-def token_texts(model: Model, data: SequenceSample) -> list[list[str]]:
+def _token_texts(model: Model, data: SequenceSample) -> list[list[str]]:
     """Decode each response token of every sequence, including special tokens."""
     # Each id once, since a batch repeats few of them.
     known = data["input_ids"].unique().tolist()

@@ -17,9 +17,9 @@ from realign.models.network.trains import All, Trained
 from realign.models.network.unpacked import UNPACKED_FAMILIES
 from realign.models.parts import divide_layers, sizes_for_stages
 
-ACTIVE_EXPERTS = ("num_experts_per_tok", "top_k_experts", "moe_topk")
+_ACTIVE_EXPERTS = ("num_experts_per_tok", "top_k_experts", "moe_topk")
 """Names in configs of the number of experts that compute a token."""
-PYTHON_ACTIVATIONS = frozenset({"gelu_new", "gelu_fast", "gelu_python", "quick_gelu"})
+_PYTHON_ACTIVATIONS = frozenset({"gelu_new", "gelu_fast", "gelu_python", "quick_gelu"})
 """Activation functions of transformers that consist of several operators."""
 
 
@@ -213,7 +213,7 @@ def shape_of(
         in_layers=in_layers,
         in_experts=sum(p.numel() for p in of_experts),
         experts=len(of_experts[0]) if of_experts else 0,
-        experts_per_token=active_experts(text, len(of_experts[0])) if of_experts else 0,
+        experts_per_token=_active_experts(text, len(of_experts[0])) if of_experts else 0,
         matrices=matrices,
         trained=trained,
         adapters=sum(p.numel() for p in module.parameters()) - loaded,
@@ -249,9 +249,9 @@ def _largest_list(stack: Any) -> Iterable[nn.Module]:
     return max(lists, key=lambda part: sum(p.numel() for p in part.parameters()), default=[stack.base_model])
 
 
-def active_experts(text: Any, experts: int) -> int:
+def _active_experts(text: Any, experts: int) -> int:
     """Return how many of a layer's experts compute a token; all of them if the config doesn't say."""
-    return next((value for name in ACTIVE_EXPERTS if isinstance(value := getattr(text, name, None), int)), experts)
+    return next((value for name in _ACTIVE_EXPERTS if isinstance(value := getattr(text, name, None), int)), experts)
 
 
 def _mlp(config: Any) -> int:
@@ -279,7 +279,7 @@ def _mlp_tensors(config: Any, layers: nn.Module) -> int:
     size = {config.hidden_size, _mlp(config)}
     first = next(iter(layers.children()), layers)
     matrices = [p for p in first.parameters() if p.ndim == 2 and set(p.shape) == size]
-    return 2 if len(matrices) == 2 and getattr(config, "activation_function", None) not in PYTHON_ACTIVATIONS else 4
+    return 2 if len(matrices) == 2 and getattr(config, "activation_function", None) not in _PYTHON_ACTIVATIONS else 4
 
 
 __all__ = ["ModelShape", "read_shape", "shape_of", "without_memory"]

@@ -28,14 +28,14 @@ from realign.models.network.trains import Lora, Trained
 from realign.models.network.value_head import ValueNetwork
 
 SCALAR_HEADS = ("score.", "classifier.")
-LANGUAGE_HEADS = ("lm_head.", "embed_out.")
+_LANGUAGE_HEADS = ("lm_head.", "embed_out.")
 
 # Parts beside a language model: prediction of several tokens, other modalities, and the value head of TRL.
 _PARTS = frozenset({"mtp", "visual", "vision_tower", "vision_model", "audio_tower", "multi_modal_projector", "v_head"})
 # Buffers of old folders, which a model computes.
 _RECOMPUTED = re.compile(r"(inv_freq|position_ids|(attn|attention)\.(masked_)?bias)$")
 
-NOT_QUANTIZED = ("lm_head", "embed_out", "score", "classifier")
+_NOT_QUANTIZED = ("lm_head", "embed_out", "score", "classifier")
 """Layers that stay in fp32."""
 
 # Attribute of a linear layer of bitsandbytes, which may repack its weights for the CPU; see `keep_layout`.
@@ -179,7 +179,7 @@ class ModuleReader:
         """
         if getattr(module.config, "quantization_config", None) is not None:  # scales, for example
             return
-        heads = LANGUAGE_HEADS + SCALAR_HEADS if self.head.is_scalar else ()
+        heads = _LANGUAGE_HEADS + SCALAR_HEADS if self.head.is_scalar else ()
         left = sorted(name for name in names if not name.startswith(heads) and not _RECOMPUTED.search(name))
         inside = {name for name, _ in (*module.named_children(), *module.base_model.named_children())}
         apart = [name for name in left if name.split(".")[0] not in inside or _PARTS & set(name.split("."))]
@@ -263,7 +263,7 @@ def check_head(what: str, path: str, names: Collection[str], head: Head, *, rand
     scalar = sorted(name for name in names if name.startswith(SCALAR_HEADS))
     if head.is_scalar and not scalar and not random_head:
         raise _no_trained_head(what, path, head, "score.weight")
-    if not head.is_scalar and scalar and not any(name.startswith(LANGUAGE_HEADS) for name in names):
+    if not head.is_scalar and scalar and not any(name.startswith(_LANGUAGE_HEADS) for name in names):
         raise DataError(
             f"{what}.head=causal: {path!r} contains a reward model or critic ({scalar[0]} and no language head). Set "
             f"{what}.path to a language model, or set {what}.head=score."
@@ -321,7 +321,7 @@ def settings_4bit(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=dtype,
-        llm_int8_skip_modules=list(NOT_QUANTIZED),
+        llm_int8_skip_modules=list(_NOT_QUANTIZED),
     )
     return {"quantization_config": config, "device_map": {"": device}}
 

@@ -27,9 +27,9 @@ from realign.text import visible
 
 MOST = 16
 """Metrics in the table."""
-MOST_KEYS = 40
+_MOST_KEYS = 40
 """Settings in the list."""
-MOST_IN_NAME = 3
+_MOST_IN_NAME = 3
 """Settings in the name of a run."""
 LONGEST = 200
 """Maximum length of a value, in characters."""
@@ -93,15 +93,15 @@ def names(configs: Sequence[Config], folders: Sequence[str]) -> list[str]:
         key for key in find_differing_keys(configs) if key not in NAMES and all(key in config for config in configs)
     ]
     numbered = any(folder.rpartition("/")[2].isdecimal() for folder in folders)
-    if len(keys) > MOST_IN_NAME and not numbered:
+    if len(keys) > _MOST_IN_NAME and not numbered:
         return list(folders)
     chosen = [key for key in keys if not SEED.search(key)]
-    if len(chosen) > MOST_IN_NAME or _distinct(configs, chosen) < len(configs):
+    if len(chosen) > _MOST_IN_NAME or _distinct(configs, chosen) < len(configs):
         candidates, chosen = sorted(keys, key=lambda key: bool(SEED.search(key))), []
         for key in candidates:
             if _distinct(configs, [*chosen, key]) > _distinct(configs, chosen):
                 chosen.append(key)
-    if not chosen or len(chosen) > MOST_IN_NAME or _distinct(configs, chosen) < len(configs):
+    if not chosen or len(chosen) > _MOST_IN_NAME or _distinct(configs, chosen) < len(configs):
         return list(folders)
     return [format_settings(config, chosen) for config in configs]
 
@@ -306,9 +306,9 @@ def _settings(configs: Sequence[Config]) -> list[Text]:
     """Return a line for each setting that differs: `key: a -> b`, in the order of the runs."""
     different = [key for key in find_differing_keys(configs) if key not in NAMES]
     keys = [key for key in different if all(key in config for config in configs)]
-    lines = [f"{key}: {' -> '.join(_format_value(config, key) for config in configs)}" for key in keys[:MOST_KEYS]]
-    if len(keys) > MOST_KEYS:
-        lines.append(f"and {len(keys) - MOST_KEYS} more")
+    lines = [f"{key}: {' -> '.join(_format_value(config, key) for config in configs)}" for key in keys[:_MOST_KEYS]]
+    if len(keys) > _MOST_KEYS:
+        lines.append(f"and {len(keys) - _MOST_KEYS} more")
     if rest := len(different) - len(keys):
         lines.append(f"{rest} {'key' if rest == 1 else 'keys'} of components that only some runs have")
     if not lines:

@@ -32,21 +32,21 @@ from realign.report.files import (
 )
 from realign.settings import Range, Settings
 
-POINTS = 600
+_POINTS = 600
 """Maximum number of points of a curve; longer runs are averaged over neighboring steps."""
 SAMPLES_MB = 2.8
 """Size of samples and tokens in a report, in MB of JSON before compression."""
-SHARES: Mapping[str, float] = {"samples": 0.32, "eval_samples": 0.14, "tokens": 0.54}
+_SHARES: Mapping[str, float] = {"samples": 0.32, "eval_samples": 0.14, "tokens": 0.54}
 """Parts of `SAMPLES_MB`."""
-BUDGETS: Mapping[str, int] = {"spans": 600_000, "system": 200_000, "warnings": 100_000}
+_BUDGETS: Mapping[str, int] = {"spans": 600_000, "system": 200_000, "warnings": 100_000}
 """Maximum size of the other records, in bytes of JSON."""
-LONGEST_TEXT = 4_000
+_LONGEST_TEXT = 4_000
 """Maximum length of a prompt or response, in characters; its middle is omitted."""
 MOST_NAMES = 2_000
 """Maximum number of metrics; the others are left out."""
-LASTING = 3
+_LASTING = 3
 """Points at the end of a curve that must look wrong for an alert."""
-QUIET_S = 300.0
+_QUIET_S = 300.0
 """Seconds without a new record after which a run on another machine counts as ended."""
 
 
@@ -70,7 +70,7 @@ def run_data(
         metrics: its metrics, if some were read before.
     """
     info, end = run_info(folder), summary(folder)
-    budgets = {**{name: int(share * samples_mb * 1e6) for name, share in SHARES.items()}, **BUDGETS}
+    budgets = {**{name: int(share * samples_mb * 1e6) for name, share in _SHARES.items()}, **_BUDGETS}
     records = {name: usable(name, json_lines(folder / f"{name}.jsonl")) for name in budgets}
     records["samples"], records["eval_samples"] = (
         [_shorten(record) for record in records[name]] for name in ("samples", "eval_samples")
@@ -88,7 +88,7 @@ def run_data(
         "metrics": curves,
         "alerts": alerts(curves),
         "steps_of": {
-            name: [len({x.get("step") for x in some}) for some in (shown[name], records[name])] for name in SHARES
+            name: [len({x.get("step") for x in some}) for some in (shown[name], records[name])] for name in _SHARES
         },
         "graph": graph_svg(json_object(folder / "run.json").get("graph")),
         **shown,
@@ -144,7 +144,7 @@ def alerts(curves: Mapping[str, Any]) -> list[dict[str, Any]]:
         pairs = zip(curves["step"], curves["values"].get(name, ()), strict=False)
         points = [(step, x) for step, x in pairs if step is not None and x is not None]
         count = len(list(takewhile(wrong, (x for _, x in reversed(points)))))
-        if count >= LASTING:
+        if count >= _LASTING:
             raised.append({"step": points[-count][0], "text": f"{words} {points[-count][0]:g}"})
     return raised
 
@@ -173,7 +173,7 @@ def status(folder: Path, info: Mapping[str, Any], end: Mapping[str, Any]) -> dic
     else:
         # A process on another machine cannot be asked, but a run records the load of its machine every 10 s by default.
         newest = max((path.lstat().st_mtime for path in folder.glob("*.jsonl")), default=0.0)
-        alive = time.time() - newest < QUIET_S
+        alive = time.time() - newest < _QUIET_S
     return {"state": "running" if alive else "killed", "reason": ""}
 
 
@@ -239,11 +239,11 @@ class Metrics:
     def columns(self) -> dict[str, Any]:
         """Return `step`, `seconds`, and one column for each metric, with null where it is missing.
 
-        Runs of more than `POINTS` steps are averaged over neighboring ones. `left_out` counts the metrics beyond
+        Runs of more than `_POINTS` steps are averaged over neighboring ones. `left_out` counts the metrics beyond
         `MOST_NAMES`.
         """
         with self._lock:
-            width = -(-self._records // POINTS) or 1
+            width = -(-self._records // _POINTS) or 1
             parts = -(-self._records // width)
             values: dict[str, list[float | None]] = {name: [None] * parts for name in self._values}
             for name, (records, xs) in self._values.items():
@@ -285,8 +285,8 @@ def _shorten(record: Mapping[str, Any]) -> dict[str, Any]:
     shortened = {name: value for name, value in record.items() if name != "turns"}
     for name in ("prompt", "response"):
         text = shortened.get(name)
-        if isinstance(text, str) and len(text) > LONGEST_TEXT:
-            half, omitted = LONGEST_TEXT // 2, len(text) - LONGEST_TEXT
+        if isinstance(text, str) and len(text) > _LONGEST_TEXT:
+            half, omitted = _LONGEST_TEXT // 2, len(text) - _LONGEST_TEXT
             shortened[name] = f"{text[:half]}\n[... {omitted:,} characters omitted ...]\n{text[-half:]}"
     return shortened
 

@@ -26,7 +26,7 @@ LARGEST = 128 << 20
 """Size in bytes above which only the end of a file of records is read."""
 LARGEST_OBJECT = 16 << 20
 """Size in bytes above which a line, or a file with one object, is skipped."""
-LEVELS = 3
+_LEVELS = 3
 """Depth below a folder at which its runs are found."""
 Read = Callable[[Any], Any]
 """Converts any JSON value to the kind that the report expects."""
@@ -45,7 +45,7 @@ def find_runs(root: Path) -> list[Path]:
     if is_run(root):
         return [root]
     runs, level = [], [root]
-    for _ in range(LEVELS):
+    for _ in range(_LEVELS):
         level = [path for folder in level for path in _folders(folder)]
         runs += [path for path in level if is_run(path)]
     return sorted(runs)
@@ -216,7 +216,7 @@ def _records(**fields: Read) -> Read:
     return lambda value: [read(item) for item in value if isinstance(item, Mapping)] if isinstance(value, list) else []
 
 
-RUN_INFO = _record(
+_RUN_INFO = _record(
     name=text,
     id=text,
     steps=number,
@@ -277,7 +277,7 @@ RECORDS: Mapping[str, Read] = MappingProxyType(
 
 def run_info(folder: Path) -> dict[str, Any]:
     """Return the values of run.json, except for the graph."""
-    return dict(RUN_INFO(json_object(folder / "run.json")))
+    return dict(_RUN_INFO(json_object(folder / "run.json")))
 
 
 def summary(folder: Path) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from realign.report.files import METRICS, find_runs, run_info, signature, summar
 from realign.report.page import policy, report_page
 from realign.settings import Range
 
-HEADERS = {"X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer", "Cache-Control": "no-cache"}
+_HEADERS = {"X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer", "Cache-Control": "no-cache"}
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 
 
@@ -142,7 +142,7 @@ class _Handler(BaseHTTPRequestHandler):
             traceback.print_exc()
             answer = Answer(HTTPStatus.INTERNAL_SERVER_ERROR)
         self.send_response(answer.status)
-        for name, value in {**HEADERS, **answer.headers, "Content-Length": str(len(answer.body))}.items():
+        for name, value in {**_HEADERS, **answer.headers, "Content-Length": str(len(answer.body))}.items():
             self.send_header(name, value)
         self.end_headers()
         self.wfile.write(answer.body)

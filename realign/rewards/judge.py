@@ -33,8 +33,8 @@ from realign.rewards.terms import RewardTerm
 from realign.settings import Count, Finite, NonNegativeInt, Positive, Settings
 from realign.text import shorten, visible
 
-OPENAI_URL = "https://api.openai.com/v1"
-OPENAI_KEY = "OPENAI_API_KEY"
+_OPENAI_URL = "https://api.openai.com/v1"
+_OPENAI_KEY = "OPENAI_API_KEY"
 _LONGEST_PAUSE_S = 10.0  # upper bound of the client's pause before a retry, with some slack
 _PLACE = re.compile(r"\{([A-Za-z_]\w*(?:\.[\w*]+)*)\}")
 _NUMBER = r"[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?"
@@ -140,7 +140,7 @@ class Judge(RewardTerm):
 
     model: str
     """Name of the model on the server."""
-    base_url: str = OPENAI_URL
+    base_url: str = _OPENAI_URL
     """Address of the API, such as `http://localhost:8000/v1`. Redirects are not followed."""
     api_key_variable: str | None = None
     """Name of the environment variable with the API key. null: OPENAI_API_KEY for the API of OpenAI, and no key for
@@ -202,11 +202,11 @@ class Judge(RewardTerm):
 
     @property
     def _official(self) -> bool:
-        return self.base_url.rstrip("/") == OPENAI_URL
+        return self.base_url.rstrip("/") == _OPENAI_URL
 
     @property
     def _key_variable(self) -> str | None:
-        return self.api_key_variable or (OPENAI_KEY if self._official else None)
+        return self.api_key_variable or (_OPENAI_KEY if self._official else None)
 
     def request(self, prompt: str, response: str, row: dict[str, Any]) -> dict[str, Any] | None:
         """Return the arguments of the request for one response; None if the row lacks a value of the template.

@@ -81,7 +81,7 @@ class Counters:
         return cls(**{**state, "ratio_checked": set(state["ratio_checked"])})
 
 
-class SleepingSamplers:
+class _SleepingSamplers:
     """Lets samplers sleep in training calls, if this frees memory; callable from any thread."""
 
     def __init__(self, samplers: Sequence[Sampler]) -> None:
@@ -109,7 +109,7 @@ class SleepingSamplers:
                     sampler.wake()
 
 
-REWARD_MEMORY = 0.9
+_REWARD_MEMORY = 0.9
 """Weight of the previous value in `reward_ema`, a smoothed `reward` for display, as in DeepSpeed-Chat."""
 
 
@@ -209,9 +209,9 @@ class LocalRuntime:
         return e.models[role].background_sampler(role, seed=e.seed, recompute=rollout.recompute)
 
     @cached_property
-    def _samplers(self) -> SleepingSamplers:
+    def _samplers(self) -> _SleepingSamplers:
         """The external samplers that sleep while models train; none if they sample concurrently."""
-        return SleepingSamplers([] if self.ahead is not None else external_samplers(self.models))
+        return _SleepingSamplers([] if self.ahead is not None else external_samplers(self.models))
 
     def _make(self, rpc: RPC, model: Model, batch: SequenceSample) -> SequenceSample:
         """Execute an RPC ahead of its step; can be called from any thread."""
@@ -305,7 +305,9 @@ class LocalRuntime:
             if math.isfinite(reward := values.get("reward", math.nan)):
                 # starts at the first reward; a start at 0 would look like learning
                 before = reward if self.counters.reward_ema is None else self.counters.reward_ema
-                self.counters.reward_ema = values["reward_ema"] = REWARD_MEMORY * before + (1 - REWARD_MEMORY) * reward
+                self.counters.reward_ema = values["reward_ema"] = (
+                    _REWARD_MEMORY * before + (1 - _REWARD_MEMORY) * reward
+                )
             values["step_s"] = time.perf_counter() - started
         return values, batch
 

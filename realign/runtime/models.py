@@ -23,7 +23,7 @@ from realign.own_files import refuse_link
 from realign.ranks import current
 from realign.runtime.experiment import Experiment
 
-LoadOwn: TypeAlias = Callable[[Mapping[str, ModelSpec], int], dict[str, Model]]
+_LoadOwn: TypeAlias = Callable[[Mapping[str, ModelSpec], int], dict[str, Model]]
 
 
 def load_own(specs: Mapping[str, ModelSpec], seed: int) -> dict[str, Model]:
@@ -31,7 +31,7 @@ def load_own(specs: Mapping[str, ModelSpec], seed: int) -> dict[str, Model]:
     return {role: spec.load(role, seed=seed) for role, spec in specs.items()}
 
 
-def load_models(experiment: Experiment, load: LoadOwn = load_own) -> dict[str, Model]:
+def load_models(experiment: Experiment, load: _LoadOwn = load_own) -> dict[str, Model]:
     """Load the model of every role that is used; a role without one gets the tokenizer of the leading role.
 
     Roles that share a model are loaded after its owner. Each interface restores the state saved with its model.
@@ -68,11 +68,11 @@ def _complete(experiment: Experiment, used: Mapping[str, ModelSpec], models: dic
     tokenizer = models[experiment.lead_role].tokenizer
     for rpc in experiment.graph.rpcs:
         if rpc.method == "train_step" and rpc.model in models and not models[rpc.model].engine.capabilities().trainable:
-            raise untrainable(rpc, used[rpc.model])
+            raise _untrainable(rpc, used[rpc.model])
     for role in dict.fromkeys(rpc.model for rpc in experiment.graph.rpcs if rpc.model in models):
         check_outputs(role, models[role].engine.capabilities().outputs, experiment.interfaces[role])
-    connect_heads(experiment, models)
-    check_models_replay(experiment.graph, models)
+    _connect_heads(experiment, models)
+    _check_models_replay(experiment.graph, models)
     models |= {role: Model(role, None, tokenizer, seed) for role in experiment.roles if role not in models}
     for role, model in models.items():
         model.lead = current().lead
@@ -133,7 +133,7 @@ def check_optimizers(experiment: Experiment) -> None:
         # `is False`, because None means that the spec of a user's engine does not say; `_complete` asks the loaded
         # engine
         if rpc.method == "train_step" and spec is not None and trainable is False:
-            raise untrainable(rpc, spec)
+            raise _untrainable(rpc, spec)
         if rpc.model not in trained and trainable:
             role = rpc.model
             shares = (
@@ -146,7 +146,7 @@ def check_optimizers(experiment: Experiment) -> None:
             )
 
 
-def untrainable(rpc: RPC, spec: ModelSpec) -> ConfigError:
+def _untrainable(rpc: RPC, spec: ModelSpec) -> ConfigError:
     """Return the error for an RPC that trains a model which cannot be trained."""
     cure = (
         f"shares the model of role {spec.of!r}. Train that role instead."
@@ -197,7 +197,7 @@ def check_vocabularies(models: Mapping[str, Model], lead: str) -> None:
             check_vocabulary(role, own, lead, known)
 
 
-def check_models_replay(graph: DataflowGraph, models: Mapping[str, Model]) -> None:
+def _check_models_replay(graph: DataflowGraph, models: Mapping[str, Model]) -> None:
     """Check that the loaded models can record or replay the choices and sampling masks that the graph passes on.
 
     Raises:
@@ -220,7 +220,7 @@ def check_models_replay(graph: DataflowGraph, models: Mapping[str, Model]) -> No
             )
 
 
-def connect_heads(experiment: Experiment, models: Mapping[str, Model]) -> None:
+def _connect_heads(experiment: Experiment, models: Mapping[str, Model]) -> None:
     """Pass heads to the roles that read hidden states of other roles, for losses over the whole vocabulary.
 
     The hidden states that a role reads as `teacher_hidden` need the head of the role that writes them, with the same

@@ -11,7 +11,7 @@ import torch
 from realign.errors import RunError
 from realign.ranks import current
 
-OTHER_ALLOCATORS = re.compile(
+_OTHER_ALLOCATORS = re.compile(
     r"can't allocate memory"  # torch on CPU
     r"|CUDA error: out of memory|Cuda failure \d+ 'out of memory'"  # CUDA outside of torch's allocator, and NCCL
     r"|CU(BLAS|DNN|SOLVER|SPARSE)_STATUS_ALLOC_FAILED"
@@ -47,7 +47,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Return whether torch raised this error because a device, or the host, has no memory left."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
-    return isinstance(error, RuntimeError) and OTHER_ALLOCATORS.search(str(error)) is not None
+    return isinstance(error, RuntimeError) and _OTHER_ALLOCATORS.search(str(error)) is not None
 
 
 __all__ = ["SMALLER", "is_out_of_memory", "memory_limited"]

@@ -46,7 +46,7 @@ FREE = (
 )
 """Config keys that do not affect training, with all keys below them; see `is_free`."""
 
-ABSENT = "(none)"
+_ABSENT = "(none)"
 DYNAMIC_SAMPLING = "dynamic_sampling"
 """Config key of the component that ends the run of a solved task."""
 
@@ -212,7 +212,7 @@ def check_config(saved: Mapping[str, Any], present: Mapping[str, Any], allow: It
     stretched = _stretched_schedules(before, now)
     meant = {*allow, *stretched}
     differing = [
-        f"{key} was {before.get(key, ABSENT)}, is {now.get(key, ABSENT)}"
+        f"{key} was {before.get(key, _ABSENT)}, is {now.get(key, _ABSENT)}"
         for key in sorted(before.keys() | now.keys())
         if before.get(key) != now.get(key) and not is_free(key) and not any(key[:end] in meant for end in _ends(key))
     ]
@@ -258,7 +258,7 @@ def _ends(key: str) -> list[int]:
 def warn_of_another_environment(saved: Mapping[str, Any]) -> None:
     """Warn if software or hardware differs from the checkpoint: the resumed run is then not bit-exact."""
     now = environment()
-    if differing := [f"{k} was {saved.get(k, ABSENT)}, is {now[k]}" for k in now if saved.get(k) != now[k]]:
+    if differing := [f"{k} was {saved.get(k, _ABSENT)}, is {now[k]}" for k in now if saved.get(k) != now[k]]:
         warnings.warn(
             f"The environment differs from that of the checkpoint ({'; '.join(differing)}). The run continues. Its "
             "metrics and weights can differ slightly from those of an uninterrupted run.",

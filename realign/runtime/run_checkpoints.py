@@ -48,9 +48,9 @@ def run_state(
     Args:
         runtime: Runtime between two steps.
         frozen: Result of `frozen_weights` before the first step.
-        loop: Earlier result of `loop_state`; None for that of now.
+        loop: Earlier result of `_loop_state`; None for that of now.
     """
-    loop = loop or loop_state(runtime)
+    loop = loop or _loop_state(runtime)
     return {
         "realign": installed_version(),
         "environment": environment(),
@@ -63,7 +63,7 @@ def run_state(
     }
 
 
-def loop_state(runtime: LocalRuntime) -> dict[str, Any]:
+def _loop_state(runtime: LocalRuntime) -> dict[str, Any]:
     """Return the part of the state that a step changes before it trains: all but the models."""
     # rollout threads end prompts meanwhile, and a prompt must not be waiting in one of the two states only
     with nullcontext() if runtime.ahead is None else runtime.ahead.paused():
@@ -149,10 +149,10 @@ def _restore_models(runtime: LocalRuntime, saved: Mapping[str, Any], skipped: se
                 "same trained roles."
             )
         if trained:
-            with matching_model(role, *configs):
+            with _matching_model(role, *configs):
                 model.engine.load_state_dict(state["engine"], weights_only=CheckpointPart.optimizer in skipped)
         if "weights" in state:  # a role that is synced from a trained role
-            with matching_model(role, *configs):
+            with _matching_model(role, *configs):
                 model.engine.load_weights(state["weights"])
         if CheckpointPart.counters not in skipped:
             model.version = state["version"]
@@ -190,7 +190,7 @@ def _restore_interfaces(runtime: LocalRuntime, states: Mapping[str, Any]) -> Non
 
 
 @contextmanager
-def matching_model(
+def _matching_model(
     role: str, saved: Mapping[str, Any] = MappingProxyType({}), present: Mapping[str, Any] = MappingProxyType({})
 ) -> Iterator[None]:
     """Name the role of a model that does not match its state in the checkpoint, and its settings that were changed."""
@@ -242,13 +242,13 @@ def environment() -> dict[str, Any]:
         **packages,
         "python": platform.python_version(),
         "device": where,
-        "cpu": cpu_model(),
+        "cpu": _cpu_model(),
         "threads": torch.get_num_threads(),
     }
 
 
 @cache
-def cpu_model() -> str:
+def _cpu_model() -> str:
     """Return the CPU and the instructions that torch uses on it, which round sums differently."""
     name = platform.processor() or platform.machine()
     with suppress(OSError):
@@ -334,7 +334,7 @@ class RunCheckpoints:
         self._problems: list[str] = []
         self._complete: int | None = None  # the latest step that this process completed
         self._written: int | None = None
-        self._before: dict[str, Any] | None = None  # `loop_state` before the step in progress
+        self._before: dict[str, Any] | None = None  # `_loop_state` before the step in progress
 
     def __enter__(self) -> Self:
         return self
@@ -356,7 +356,7 @@ class RunCheckpoints:
         """Complete a step in this context. If it fails before it changes weights, `keep` can write the step before."""
         if self._writer is not None and self._complete is not None:
             # a copy, since the step goes on changing what it contains
-            self._before = copy.deepcopy(loop_state(self._runtime))
+            self._before = copy.deepcopy(_loop_state(self._runtime))
         yield
         self._before, self._complete = None, step
 

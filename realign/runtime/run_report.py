@@ -43,7 +43,7 @@ from realign.version import installed_version, version_of
 RUN_JSON, SUMMARY_JSON = "run.json", "summary.json"
 PACKAGES = ("torch", "transformers", "numpy", "datasets", "ray", "peft", "flash-attn")
 """Other packages whose versions are recorded."""
-LARGEST_JSON = 64 << 20
+_LARGEST_JSON = 64 << 20
 """Size in bytes above which a run.json counts as damaged."""
 
 
@@ -126,7 +126,7 @@ def attempts_in(folder: Path) -> list[dict[str, Any]]:
 def run_json(folder: Path) -> dict[str, Any]:
     """Return the run.json of a folder; empty if it is missing or damaged."""
     with suppress(ValueError, TypeError, RecursionError):
-        return dict(json.loads(read_regular(folder / RUN_JSON, LARGEST_JSON)))
+        return dict(json.loads(read_regular(folder / RUN_JSON, _LARGEST_JSON)))
     return {}
 
 
@@ -148,14 +148,14 @@ def parent_of(run: Path) -> tuple[Path, int] | None:
         return None
     beside = run.parent / folder.name
     for place in (folder, beside):
-        if place.is_dir() and is_parent(parent, place):
+        if place.is_dir() and _is_parent(parent, place):
             return place, step
     others = (path for path in sorted(run.parent.iterdir()) if path != run and (path / RUN_JSON).is_file())
     named = parent.get("id") is not None
-    return next((path for path in others if named and is_parent(parent, path)), beside), step
+    return next((path for path in others if named and _is_parent(parent, path)), beside), step
 
 
-def is_parent(parent: Mapping[str, Any], folder: Path) -> bool:
+def _is_parent(parent: Mapping[str, Any], folder: Path) -> bool:
     """Return whether a folder contains the run that a fork names as its parent. Earlier versions wrote no id."""
     recorded = run_json(folder).get("id")
     return recorded is None or parent.get("id") in (None, recorded)
@@ -181,14 +181,14 @@ def _describe(runtime: LocalRuntime) -> dict[str, Any]:
         "git": git_state(Path.cwd()),
         "functions": dict(e.sources),
         "models": {role: engine.capabilities().size for role, engine in models},
-        "graph": graph_record(e.graph),
+        "graph": _graph_record(e.graph),
         "headline": headline(e.graph, e.interfaces, lead, tuple(e.evaluations)),
         "panels": [dataclasses.asdict(panel) for panel in panels(e.graph, e.interfaces, lead)],
         "larger_is_better": larger_is_better,
     }
 
 
-def graph_record(graph: DataflowGraph) -> dict[str, Any]:
+def _graph_record(graph: DataflowGraph) -> dict[str, Any]:
     """Return a graph as plain values, from which a report builds it again."""
     return {
         "rpcs": [
@@ -235,7 +235,7 @@ def _git_commit(git: Path, name: str) -> str:
         return ""
     if commit := _git_text(git / name) or _git_text(shared / name):
         return commit
-    lines = (line.partition(" ") for line in _git_text(shared / "packed-refs", LARGEST_JSON).splitlines())
+    lines = (line.partition(" ") for line in _git_text(shared / "packed-refs", _LARGEST_JSON).splitlines())
     return next((commit for commit, _, ref in lines if ref == name), "")
 
 

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from realign.settings import NonNegativeInt, Positive, Settings
 
-DEFAULT_MINUTES = 30.0
+_DEFAULT_MINUTES = 30.0
 """Minutes of a call of the graph, for `rpc_timeout_minutes=null`."""
 
 
@@ -37,7 +37,7 @@ class RuntimeSpec(Settings, ABC):
     @property
     def call_minutes(self) -> float:
         """Minutes after which a call of the graph counts as hanging."""
-        return DEFAULT_MINUTES if self.rpc_timeout_minutes is None else self.rpc_timeout_minutes
+        return _DEFAULT_MINUTES if self.rpc_timeout_minutes is None else self.rpc_timeout_minutes
 
     @property
     @abstractmethod

@@ -15,7 +15,7 @@ from realign.api import (
 from realign.api.sample import with_response_index
 from realign.functional import LMHead
 
-HIDDEN_SIZE = 4
+_HIDDEN_SIZE = 4
 """Size of the hidden states of other roles."""
 
 
@@ -24,7 +24,7 @@ def random_heads(seed: int = 0, *, vocabulary: int = 11) -> dict[str, LMHead]:
     generator = torch.Generator().manual_seed(seed)
     roles = ("ref", "teacher")
     return {
-        role: LMHead(torch.randn(vocabulary, HIDDEN_SIZE, generator=generator, dtype=torch.float64)) for role in roles
+        role: LMHead(torch.randn(vocabulary, _HIDDEN_SIZE, generator=generator, dtype=torch.float64)) for role in roles
     }
 
 
@@ -69,7 +69,7 @@ def random_batch(
     other = np.random.default_rng([seed, 1])  # so that keys of other roles do not change the keys above and below
     keys["teacher_logprobs"] = base + torch.from_numpy(other.normal(0, 0.3, lengths.total))
     keys |= {
-        key: torch.from_numpy(other.normal(0, 1, (lengths.total, HIDDEN_SIZE)))
+        key: torch.from_numpy(other.normal(0, 1, (lengths.total, _HIDDEN_SIZE)))
         for key in ("ref_hidden", "teacher_hidden")
     }
     rewards_S = torch.from_numpy(rng.integers(0, 2, len(lengths.flat)).astype(np.float64))

@@ -34,10 +34,10 @@ from realign.api.sample import shard
 
 OUTPUTS = ("logprobs", "values", "scores", "q_values")
 """Outputs that `EngineCapabilities.outputs` may name."""
-ACCIDENTS = (AttributeError, TypeError, LookupError, AssertionError, NotImplementedError)
+_ACCIDENTS = (AttributeError, TypeError, LookupError, AssertionError, NotImplementedError)
 """Errors that show a gap in the code, and do not tell a caller that the engine lacks an ability."""
 SPEC = MicroBatchSpec()
-TEMPERATURE = 0.7
+_TEMPERATURE = 0.7
 
 
 @dataclass
@@ -73,7 +73,7 @@ class EngineCase:
     @property
     def config(self) -> GenerationConfig:
         """How responses are sampled."""
-        return GenerationConfig(n=2, max_new_tokens=5, temperature=TEMPERATURE)
+        return GenerationConfig(n=2, max_new_tokens=5, temperature=_TEMPERATURE)
 
     def scored(self, data: SequenceSample | None = None, spec: MicroBatchSpec = SPEC) -> Tensor:
         """Return the outputs that the checks compare, with `forward`: [T] log-probs or [S] scores."""
@@ -178,7 +178,7 @@ def _check_refused(action: Callable[[], object], what: str) -> None:
 def _refuses(action: Callable[[], object], what: str) -> bool:
     try:
         action()
-    except ACCIDENTS as error:
+    except _ACCIDENTS as error:
         raise AssertionError(
             f"{what} ends with {type(error).__name__}: {error}. Raise a ValueError that says why."
         ) from error
@@ -474,7 +474,7 @@ def _check_temperature(case: EngineCase) -> None:
     out = _generate(case, case.prompts, case.config)
 
     def hook(output: ModelOutput, mb: SequenceSample) -> SequenceSample:
-        return mb.with_tokens(check=output.logprobs(temperature=TEMPERATURE))
+        return mb.with_tokens(check=output.logprobs(temperature=_TEMPERATURE))
 
     scored = case.engine.forward(out.select(["input_ids", "prompt_mask", "loss_mask"]), SPEC, hook)["check"]
     mask = out["loss_mask"]
@@ -513,7 +513,7 @@ def _check_sampling_replay(case: EngineCase) -> None:
     _require("sampling_mask" in out, "generate with sampling_replay returns no sampling_mask")
 
     def hook(output: ModelOutput, mb: SequenceSample) -> SequenceSample:
-        return mb.with_tokens(check=output.logprobs(temperature=TEMPERATURE))
+        return mb.with_tokens(check=output.logprobs(temperature=_TEMPERATURE))
 
     given = out.select(["input_ids", "prompt_mask", "loss_mask", "sampling_mask"])
     scored = case.engine.forward(given, SPEC, hook)["check"]

@@ -23,11 +23,11 @@ from realign.api import (
 from realign.api.sampler import requests_of
 from realign.api.sampling_mask import masks_of
 
-RESULT_S = 300.0
+_RESULT_S = 300.0
 """Seconds to wait for an expected response before the check fails."""
-PAUSE_S = 0.05
+_PAUSE_S = 0.05
 """Seconds to check that a paused sampler returns no response."""
-CALLERS = 16
+_CALLERS = 16
 """Number of threads that call a sampler concurrently."""
 
 
@@ -55,8 +55,8 @@ class SamplerCase:
         return self.sampler.generate(self.prompts, self.config, seed=self.seed)
 
     def result(self, handle: Handle) -> Completion:
-        """Wait for the response of a handle, at most `RESULT_S` seconds."""
-        return handle.result(RESULT_S)
+        """Wait for the response of a handle, at most `_RESULT_S` seconds."""
+        return handle.result(_RESULT_S)
 
     def same(self, completions: Iterable[Completion], generated: SequenceSample, what: str) -> None:
         """Check that submitted responses are well-formed, and equal to `generated` if the sampler is bitwise."""
@@ -195,7 +195,7 @@ def _check_pause(case: SamplerCase) -> None:
         stop()
         stop()
         handle = sampler.submit(request)
-        _raises(TimeoutError, partial(handle.result, PAUSE_S), f"result of a sampler that is {state}")
+        _raises(TimeoutError, partial(handle.result, _PAUSE_S), f"result of a sampler that is {state}")
         _require(len(handle.tokens().ids) == 0 and not handle.done, f"a sampler that is {state} returns tokens")
         sampler.update(case.other, version)
         go()
@@ -205,7 +205,7 @@ def _check_pause(case: SamplerCase) -> None:
     sampler.sleep()
     handle = sampler.submit(request)
     sampler.wake()
-    _raises(TimeoutError, lambda: handle.result(PAUSE_S), "result of a sampler that is paused after wake")
+    _raises(TimeoutError, lambda: handle.result(_PAUSE_S), "result of a sampler that is paused after wake")
     sampler.resume()
     case.result(handle)
 
@@ -221,9 +221,9 @@ def _check_threads(case: SamplerCase) -> None:
             case.sampler.submit(requests[number % len(requests)]).cancel()
         return [case.result(handle) for handle in [case.sampler.submit(r) for r in requests]]
 
-    with ThreadPoolExecutor(CALLERS) as pool:
-        for completions in pool.map(ask, range(CALLERS)):
-            case.same(completions, generated, f"{CALLERS} threads")
+    with ThreadPoolExecutor(_CALLERS) as pool:
+        for completions in pool.map(ask, range(_CALLERS)):
+            case.same(completions, generated, f"{_CALLERS} threads")
 
 
 def _check_close(case: SamplerCase) -> None:

@@ -307,7 +307,7 @@ def _start(experiment: Experiment, run: Path, checkpoint: Checkpoint | None) -> 
 def _replay_step(runtime: LocalRuntime, step: int) -> ReplayedStep:
     trained = {r: m for r, m in runtime.models.items() if m.has_engine and m.engine.capabilities().trainable}
     weights = {role: hash_of(model.engine.weights()) for role, model in trained.items()}
-    with gradient_norms(runtime) as gradients:
+    with _gradient_norms(runtime) as gradients:
         metrics, batch = runtime.step(step)
     after = {role: hash_of(model.engine.weights()) for role, model in trained.items()}
     order = [*runtime.graph.dataset_keys, *(key for rpc in runtime.graph.order for key in rpc.outputs)]
@@ -336,7 +336,7 @@ def _debugging(runtime: LocalRuntime, role: str) -> Iterator[None]:
 
 
 @contextmanager
-def gradient_norms(runtime: LocalRuntime) -> Iterator[dict[str, list[dict[str, float]]]]:
+def _gradient_norms(runtime: LocalRuntime) -> Iterator[dict[str, list[dict[str, float]]]]:
     """Collect the norm of each weight's gradient before every optimizer step in the context, by role."""
     norms: dict[str, list[dict[str, float]]] = {}
     # `weights` returns views of the parameters, so an address tells to which weight a parameter of an optimizer belongs
@@ -363,11 +363,11 @@ def gradient_norms(runtime: LocalRuntime) -> Iterator[dict[str, list[dict[str, f
         handle.remove()
 
 
-WRITTEN = (
+_WRITTEN = (
     *("batch.safetensors", "step.json", "metrics.jsonl", "samples.jsonl", "tokens.jsonl", RUN_JSON, "config.yaml"),
 )
 """Files that `write` writes."""
-LARGEST_CONFIG = 64 << 20
+_LARGEST_CONFIG = 64 << 20
 """Size in bytes above which a config.yaml isn't copied."""
 
 
@@ -380,7 +380,7 @@ def replay_folder(run: Path, step: int, chosen: Path | None = None) -> Path:
     out = chosen or run / "replay" / f"step_{step:06d}"
     for folder in () if chosen else (out.parent, out):
         refuse_link(folder)
-    OwnFiles(out).check(*WRITTEN)
+    OwnFiles(out).check(*_WRITTEN)
     return out
 
 
@@ -390,7 +390,7 @@ def write(replayed: ReplayedStep, run: Path, out: Path) -> None:
     `batch.safetensors` has the packed tensors of the batch by key. `KEY/lengths` are the lengths of sequences,
     `KEY/counts` the sequences of each prompt, and `ROLE/token/NAME` the values of tokens in a loss.
     """
-    OwnFiles(out).claim(*WRITTEN)
+    OwnFiles(out).claim(*_WRITTEN)
     batch = replayed.batch
     # safetensors refuses tensors that share memory, such as two keys of one batch
     tensors: dict[str, Tensor] = {key: x.contiguous().clone() for key, x in batch.data.items()}
@@ -423,7 +423,7 @@ def write(replayed: ReplayedStep, run: Path, out: Path) -> None:
         replace_text(out / f"{name}.jsonl", "".join(texts))
     info = {key: value for key, value in run_json(run).items() if key != "id"}  # this folder isn't the run
     replace_text(out / RUN_JSON, _json(info, indent=1))
-    if config := read_regular(run / "config.yaml", LARGEST_CONFIG):
+    if config := read_regular(run / "config.yaml", _LARGEST_CONFIG):
         replace_bytes(out / "config.yaml", config)
 
 

@@ -17,9 +17,9 @@ from realign.ranks import Ranks
 ROUNDING = 1e-4
 """Tolerance relative to the sum of magnitudes; different processors may round differently."""
 
-WEIGHT_ROUNDING = 1e-12
+_WEIGHT_ROUNDING = 1e-12
 """Tolerance for sums over weights, which are computed in fp64."""
-NO_WEIGHT = ((-1,), 0.0, 0.0)
+_NO_WEIGHT = ((-1,), 0.0, 0.0)
 """Facts of a weight that a rank does not have."""
 
 
@@ -77,9 +77,9 @@ def check_same_weights(role: str, ranks: Ranks, weights: Mapping[str, Tensor]) -
     facts_by_rank = ranks.gather(weight_facts(weights))
     for rank, facts in enumerate(facts_by_rank):
         for name in {**facts_by_rank[0], **facts}:
-            shape, total, size = facts_by_rank[0].get(name, NO_WEIGHT)
-            own_shape, own_total, _ = facts.get(name, NO_WEIGHT)
-            if shape != own_shape or abs(total - own_total) > WEIGHT_ROUNDING * size:
+            shape, total, size = facts_by_rank[0].get(name, _NO_WEIGHT)
+            own_shape, own_total, _ = facts.get(name, _NO_WEIGHT)
+            if shape != own_shape or abs(total - own_total) > _WEIGHT_ROUNDING * size:
                 raise DataError(
                     f"models.{role}: weight {name!r} of rank {rank} differs from that of rank 0. All ranks need the "
                     "same model folder."

@@ -23,14 +23,14 @@ from realign.errors import ConfigError
 from realign.models.host import Host
 from realign.models.network.trains import adapted_layers
 
-WHOLE_EXPERTS = "grouped_gemm"
+_WHOLE_EXPERTS = "grouped_gemm"
 """Name, in an expert plan of transformers, of a weight [E, ...] of experts that is divided by expert."""
 
 
 def experts_of(module: Any, layers: nn.ModuleList) -> dict[str, Any]:
     """Return the parts of layers that contain experts, by name in `layers`, by the plan of transformers."""
     plan = getattr(module.config, "base_model_ep_plan", None) or {}
-    owners = {path.rpartition(".")[0] for path, style in plan.items() if style == WHOLE_EXPERTS}
+    owners = {path.rpartition(".")[0] for path, style in plan.items() if style == _WHOLE_EXPERTS}
     return {name: part for name, part in layers.named_modules() if any(matches(path, name) for path in owners)}
 
 

@@ -58,7 +58,7 @@ from realign.ranks import current
 from realign.samplers.in_process.generate import PROMPTS
 from realign.samplers.in_process.rollout_model import product_dtype
 
-NO_ROWS = Layout.plain(Lengths.of([[0]]))
+_NO_ROWS = Layout.plain(Lengths.of([[0]]))
 """Layout of a pass without tokens of this rank."""
 
 
@@ -224,8 +224,8 @@ class ShardedEngine(TransformersEngine):
         def compute() -> tuple[Layout, Tensor, Tensor | None]:
             """Run the next pass. Return its layout, its hidden states and the loss to differentiate."""
             if (micro_batch := next(todo)) is None:
-                with counting(load, NO_ROWS):
-                    return NO_ROWS, self.network.idle(training=True), None
+                with counting(load, _NO_ROWS):
+                    return _NO_ROWS, self.network.idle(training=True), None
             here, layout = micro_batch
             moved = here.to(self.device)
             with counting(load, layout):
@@ -259,7 +259,7 @@ class ShardedEngine(TransformersEngine):
             try:
                 self._count_load(load, passes)
                 for _ in idle:
-                    with counting(load, NO_ROWS):
+                    with counting(load, _NO_ROWS):
                         self.network.idle()
             finally:
                 self.network.rest()

@@ -40,7 +40,7 @@ COPIED = "replicated_with_grad_allreduce"
 """Name, in a plan, of a part that every rank stores in full and applies to its own heads."""
 
 
-class SplitStyles(NamedTuple):
+class _SplitStyles(NamedTuple):
     """How to split the linear layers of a model, by name in the list of its layers."""
 
     styles: dict[str, ParallelStyle]
@@ -60,7 +60,7 @@ def split_styles(
     *,
     adapted: Mapping[str, Any],
     experts: Collection[str],
-) -> SplitStyles:
+) -> _SplitStyles:
     """Return how to split linear layers by the plan that transformers has for the model family.
 
     Norms and scalar heads are replicated on every rank. Packed attention runs on the local heads only.
@@ -85,7 +85,7 @@ def split_styles(
     _check_divides(key, module.config, ranks)
     inside = tuple(f"{name}." for name in (*adapted, *experts))
     parts: dict[str, object] = {**dict(layers.named_parameters()), **dict(layers.named_modules())}
-    split = SplitStyles({}, set(), {}, [])
+    split = _SplitStyles({}, set(), {}, [])
     for name, part in parts.items():
         if name in experts or name.startswith(inside):
             continue
@@ -119,7 +119,7 @@ def split_styles(
     return split
 
 
-def split_layers(layers: nn.ModuleList, mesh: DeviceMesh, split: SplitStyles) -> None:
+def split_layers(layers: nn.ModuleList, mesh: DeviceMesh, split: _SplitStyles) -> None:
     """Split linear layers over the ranks of `mesh`."""
     parallelize_module(layers, mesh, split.styles)
     shared = _SharedInput(mesh)

@@ -24,10 +24,10 @@ from realign.models.network.value_head import ValueNetwork
 from realign.own_files import copy_file
 from realign.samplers.in_process.compiled.fusion import Fusion
 
-OPTIONAL_PARTS = {"value_head": "a value head", "optimizer": "an optimizer", "ema": "averaged weights"}
+_OPTIONAL_PARTS = {"value_head": "a value head", "optimizer": "an optimizer", "ema": "averaged weights"}
 """Optional parts of an engine's state, and their names in messages."""
 
-IMAGE_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+_IMAGE_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 """Files of an image processor of transformers."""
 
 
@@ -88,7 +88,9 @@ class EngineState:
         for name, part in parts.items():
             if (state[name] is None) != (part is None):
                 lacks, has = ("saved state", "engine") if part is not None else ("engine", "saved state")
-                raise ValueError(f"models.{self._name}: the {has} has {OPTIONAL_PARTS[name]}, but the {lacks} does not")
+                raise ValueError(
+                    f"models.{self._name}: the {has} has {_OPTIONAL_PARTS[name]}, but the {lacks} does not"
+                )
         self._network.load_module_state(state["module"])
         for name, part in parts.items():
             if part is not None:
@@ -188,7 +190,7 @@ def copy_image_processor(tokenizer: Any, folder: Path) -> None:
     from huggingface_hub.errors import HFValidationError
 
     source = str(tokenizer.name_or_path)
-    for name in IMAGE_PROCESSOR_FILES:
+    for name in _IMAGE_PROCESSOR_FILES:
         file: Any = Path(source, name)
         if not file.is_file() and not Path(source).is_dir():
             with suppress(HFValidationError):  # of a path, which is no repository

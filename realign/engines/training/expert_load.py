@@ -27,7 +27,7 @@ from realign.models.network.passes import Layout
 from realign.models.network.routers import Routed, Routers
 from realign.models.network.unpacked import UnpackedModel
 
-SumOverRanks = Callable[[Tensor], Tensor]
+_SumOverRanks = Callable[[Tensor], Tensor]
 
 
 class LoadBalancer:
@@ -71,7 +71,7 @@ class LoadBalancer:
         if self.routers is not None and unpacked is not None:
             raise ConfigError(f"{self._key}: requires a model that can run packed. {unpacked.reason}")
 
-    def start(self, passes: int, count: Callable[[StepLoad], None], total: SumOverRanks) -> StepLoad | None:
+    def start(self, passes: int, count: Callable[[StepLoad], None], total: _SumOverRanks) -> StepLoad | None:
         """Start an optimizer step; return None if the model does not balance.
 
         Args:
@@ -172,7 +172,7 @@ class StepLoad:
         tokens = counts_E.sum(-1, keepdim=True) / self._routers.chosen
         return self._routers.experts * (counts_E / tokens * probs_E / tokens).sum(-1)
 
-    def metrics(self, total: SumOverRanks) -> Stats:
+    def metrics(self, total: _SumOverRanks) -> Stats:
         """Return the metrics of the step, over all ranks; `total` sums a tensor over them."""
         counts_LE, probs_LE = total(torch.stack([self.counts_LE, self.probs_LE]))
         self.total_LE = counts_LE

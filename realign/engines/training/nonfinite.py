@@ -15,7 +15,7 @@ from realign.engines.training.stepper import Stepper
 from realign.models.network.network import Network
 from realign.models.network.passes import Layout, Passes
 
-IsFinite: TypeAlias = Callable[[SequenceSample, Layout | None], bool]
+_IsFinite: TypeAlias = Callable[[SequenceSample, Layout | None], bool]
 
 NAMED = 8
 """Maximum number of ids in a message. The search stops when it exceeds this number."""
@@ -57,7 +57,7 @@ def origin_in(done: Accumulated, network: Network, stepper: Stepper, weight: Ten
 
 
 def origin(
-    micro_batches: Sequence[tuple[SequenceSample, Layout]], losses: Sequence[Tensor], is_finite: IsFinite
+    micro_batches: Sequence[tuple[SequenceSample, Layout]], losses: Sequence[Tensor], is_finite: _IsFinite
 ) -> str:
     """Name the prompts whose loss or gradient is not finite.
 
@@ -85,7 +85,7 @@ def origin(
     return f"the {what} of id{'s' if len(ids) > 1 else ''} {', '.join(map(repr, ids))}"
 
 
-def _culprits(parts: Sequence[SequenceSample], is_finite: IsFinite) -> Iterator[Hashable]:
+def _culprits(parts: Sequence[SequenceSample], is_finite: _IsFinite) -> Iterator[Hashable]:
     """Yield the ids of each micro-batch that are non-finite by themselves, or all of its ids if none is."""
     for part in parts:
         # A generator: each id costs a pass, and the caller stops after `NAMED` of them.

@@ -22,7 +22,7 @@ from realign.settings import NonNegative
 ELEMENTWISE = frozenset({"ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "SGD"})
 """Classes of torch.optim that update each element of a weight on its own, so that shards can be updated apart."""
 
-REFUSED_OPTIMIZERS: Mapping[str, str] = MappingProxyType(
+_REFUSED_OPTIMIZERS: Mapping[str, str] = MappingProxyType(
     {
         "LBFGS": "it evaluates the loss several times in each step",
         "SparseAdam": "it needs sparse gradients",
@@ -30,7 +30,7 @@ REFUSED_OPTIMIZERS: Mapping[str, str] = MappingProxyType(
     }
 )
 
-ENGINE_ARGUMENTS = ("params", "lr", "weight_decay", "maximize", "foreach", "fused", "capturable", "differentiable")
+_ENGINE_ARGUMENTS = ("params", "lr", "weight_decay", "maximize", "foreach", "fused", "capturable", "differentiable")
 """Arguments that realign sets, or leaves at their defaults."""
 
 
@@ -153,8 +153,8 @@ class TorchOptimizer(OptimizerSpec):
         """Construct the optimizer over a small matrix, so that its class checks the arguments."""
         known = _argument_names(cls)
         for name in self.arguments:
-            if name in ENGINE_ARGUMENTS or name not in known:
-                valid = ", ".join(key for key in known if key not in ENGINE_ARGUMENTS)
+            if name in _ENGINE_ARGUMENTS or name not in known:
+                valid = ", ".join(key for key in known if key not in _ENGINE_ARGUMENTS)
                 raise SettingsError(f"{name}: {self.of} does not take this argument here (valid: {valid})")
         if self.weight_decay and "weight_decay" not in known:
             raise SettingsError(f"weight_decay={self.weight_decay}: {self.of} has no weight decay. Remove it.")
@@ -178,8 +178,8 @@ def _argument_names(cls: type) -> list[str]:
 
 
 def _refusal(cls: type[torch.optim.Optimizer]) -> str | None:
-    if cls.__module__.startswith("torch.optim") and cls.__name__ in REFUSED_OPTIMIZERS:
-        return REFUSED_OPTIMIZERS[cls.__name__]
+    if cls.__module__.startswith("torch.optim") and cls.__name__ in _REFUSED_OPTIMIZERS:
+        return _REFUSED_OPTIMIZERS[cls.__name__]
     if "lr" not in _argument_names(cls):
         return "it has no argument lr, which the schedule sets"
     # Schedule-free optimizers: the weights that they train differ from those to evaluate, and `eval` exchanges them.

@@ -89,7 +89,7 @@ class TransformersEngine(InferenceEngine):
         self._balancer.check(network.abilities.unpacked)
         if optimizer is None:
             network.requires_grad_(False)
-        self._modes = TrainingModes(network, dropout=settings.dropout, gradient_checkpointing=gradient_checkpointing)
+        self._modes = _TrainingModes(network, dropout=settings.dropout, gradient_checkpointing=gradient_checkpointing)
         self._stepper = self._make_stepper(optimizer) if optimizer else None
         decay = optimizer.ema_decay if optimizer else None
         self._average = None if decay is None else WeightAverage(network.own_parameters(), decay)
@@ -366,12 +366,12 @@ class TransformersEngine(InferenceEngine):
 
     @contextmanager
     def _training(self) -> Iterator[None]:
-        """Enter the context of training passes, see `TrainingModes`."""
+        """Enter the context of training passes, see `_TrainingModes`."""
         with self._modes.enter(self.dropout_seed), self.network.replaying():
             yield
 
 
-class TrainingModes:
+class _TrainingModes:
     """Module modes and random state of training passes.
 
     Checkpointed layers recompute only in train mode. Without dropout all other modules stay in eval mode, so that

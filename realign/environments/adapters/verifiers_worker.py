@@ -20,14 +20,14 @@ import types
 from contextlib import AsyncExitStack
 from typing import Any
 
-HARNESS = "realign_chat"
+_HARNESS = "realign_chat"
 END_S = 5.0
 """Seconds that canceled episodes have to end, after the run has ended."""
-TOOL_S = 600.0
+_TOOL_S = 600.0
 """Seconds that a call of a tool may take."""
 
 
-def chat_module() -> types.ModuleType:
+def _chat_module() -> types.ModuleType:
     """Return a module of verifiers' plugins with a harness that needs no separate process."""
     import verifiers.v1 as vf
     from openai import AsyncOpenAI, DefaultAsyncHttpxClient
@@ -49,7 +49,7 @@ def chat_module() -> types.ModuleType:
                 messages.append({"role": "user", "content": prompt})
             else:
                 messages += map(message_to_wire, prompt or [])
-            config = {"mcpServers": {name: {"url": url, "timeout": TOOL_S} for name, url in mcp_urls.items()}}
+            config = {"mcpServers": {name: {"url": url, "timeout": _TOOL_S} for name, url in mcp_urls.items()}}
             http = DefaultAsyncHttpxClient(verify=False)  # loads no certificates: the address is on this machine
             async with (
                 AsyncExitStack() as stack,
@@ -79,24 +79,24 @@ def chat_module() -> types.ModuleType:
             return "error: the arguments must be a JSON object"
         return await call_mcp(servers, places, function.name, arguments)
 
-    module = types.ModuleType(HARNESS)
+    module = types.ModuleType(_HARNESS)
     module.Chat, module.__all__ = Chat, ["Chat"]  # type: ignore[attr-defined]
     return module
 
 
-class VerifiersWorker:
+class _VerifiersWorker:
     """Episodes of one environment."""
 
     def __init__(self, raw: dict[str, Any]) -> None:
         sys.path[0] = raw.pop("path", "")  # instead of the folder of this file
         os.environ["PYTHONPATH"] = sys.path[0]  # of the processes of tools
-        sys.modules[HARNESS] = chat_module()
+        sys.modules[_HARNESS] = _chat_module()
         from verifiers.v1.configs.agent import agent_config_fields
         from verifiers.v1.utils.loaders import env_config_type, load_environment, resolve_env_config
 
         kind = env_config_type(raw["taskset"]["id"], raw.get("id", ""))
         for role in agent_config_fields(kind.model_construct()):
-            raw[role] = {"harness": {"id": HARNESS}, "runtime": {"type": "subprocess"}} | raw.get(role, {})
+            raw[role] = {"harness": {"id": _HARNESS}, "runtime": {"type": "subprocess"}} | raw.get(role, {})
         self._load = lambda: load_environment(resolve_env_config(json.loads(json.dumps(raw))))
         self._taskset = self._load().taskset
         self._tasks: dict[int, Any] = {}
@@ -127,7 +127,7 @@ class VerifiersWorker:
         return float(sum(trace.reward for trace in episode.traces))
 
 
-async def serve(worker: VerifiersWorker, out: Any) -> None:
+async def serve(worker: _VerifiersWorker, out: Any) -> None:
     """Serve requests until stdin ends."""
     running: dict[int, asyncio.Task[None]] = {}
 
@@ -159,7 +159,7 @@ async def serve(worker: VerifiersWorker, out: Any) -> None:
 def main() -> None:
     """Serve requests, or write rows."""
     out, sys.stdout = sys.stdout, sys.stderr  # logs must not be mixed with answers
-    worker = VerifiersWorker(json.loads(sys.argv[1]))
+    worker = _VerifiersWorker(json.loads(sys.argv[1]))
     if len(sys.argv) == 2:
         asyncio.run(serve(worker, out))
         return

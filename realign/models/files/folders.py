@@ -37,7 +37,7 @@ from realign.own_files import (
 AVERAGED = "_ema"
 """Suffix of the folder with averaged weights, after the name of the model folder."""
 
-RUN_FILES = (
+_RUN_FILES = (
     *("config.yaml", "metrics.jsonl", "samples.jsonl", "eval_samples.jsonl", "curves.png", "last_failure.json"),
     *("tokens.jsonl", "spans.jsonl", "warnings.jsonl", "system.jsonl", "run.json", "summary.json"),
     *("calls", "calls/*.safetensors"),
@@ -46,7 +46,7 @@ RUN_FILES = (
 )
 """Glob patterns of the files and folders that a run writes into its output folder."""
 
-NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 """Error codes of a full disk."""
 
 _NEW, _OLD = "new", "old"
@@ -80,7 +80,7 @@ def check_run_folder(folder: Path) -> None:
     Raises:
         ConfigError: there is a link, pipe, device or socket. The message names it, and the target of a link.
     """
-    for pattern in RUN_FILES:
+    for pattern in _RUN_FILES:
         for path in _entries(folder, pattern):
             refuse_link(path)
             mode = path.lstat().st_mode
@@ -202,11 +202,11 @@ def restore_interrupted_saves(folder: Path) -> None:
 def _is_full(error: BaseException) -> bool:
     """Return whether a disk or quota without free space caused the error."""
     causes = (error, error.__cause__)
-    texts = tuple(os.strerror(code) for code in NO_SPACE)  # SafetensorError has no errno
-    return any(getattr(e, "errno", None) in NO_SPACE or any(text in str(e) for text in texts) for e in causes)
+    texts = tuple(os.strerror(code) for code in _NO_SPACE)  # SafetensorError has no errno
+    return any(getattr(e, "errno", None) in _NO_SPACE or any(text in str(e) for text in texts) for e in causes)
 
 
-def state_file(role: str | None = None) -> str:
+def _state_file(role: str | None = None) -> str:
     """Return the name of the file with the interface state saved with a model; `role` names a view of the model."""
     return "interface_state.json" if role is None else f"interface_state_{role}.json"
 
@@ -215,7 +215,7 @@ def write_state(folder: Path, state: Mapping[str, Any], role: str | None = None)
     """Write the `state_dict` of an interface as JSON to its model folder; write nothing if it is empty."""
     if not state:
         return
-    replace_bytes(folder / state_file(role), json.dumps(state, indent=2).encode() + b"\n", sync=True)
+    replace_bytes(folder / _state_file(role), json.dumps(state, indent=2).encode() + b"\n", sync=True)
 
 
 def read_states(path: str) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
@@ -228,7 +228,7 @@ def read_states(path: str) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     Raises:
         DataError: a file does not contain a JSON object.
     """
-    prefix, suffix = state_file("").split(".")
+    prefix, suffix = _state_file("").split(".")
     files = {f.stem.removeprefix(prefix): f for f in sorted(Path(path).expanduser().glob(f"{prefix}?*.{suffix}"))}
-    own = Path(path).expanduser() / state_file()
+    own = Path(path).expanduser() / _state_file()
     return parse_object(own) if own.is_file() else {}, {role: parse_object(file) for role, file in files.items()}

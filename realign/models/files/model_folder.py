@@ -25,10 +25,10 @@ HEADS = ("num_attention_heads", "num_key_value_heads", "n_head", "n_heads")
 SIZES = ("hidden_size", "vocab_size", "n_embd")
 EXPERTS = ("num_experts", "num_local_experts")
 # Far above any real model: a damaged config must fail before transformers allocates what it says.
-MOST_LAYERS = 10_000
-MOST_HEADS = 100_000
-MOST_EXPERTS = 100_000
-LARGEST_SIZE = 10**8
+_MOST_LAYERS = 10_000
+_MOST_HEADS = 100_000
+_MOST_EXPERTS = 100_000
+_LARGEST_SIZE = 10**8
 
 INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
 
@@ -212,10 +212,10 @@ def _check_kind(path: Path) -> None:
 def _check_config(file: Path, config: Mapping[str, Any]) -> None:
     inner = [value for value in config.values() if isinstance(value, Mapping)]  # such as text_config
     for part in (config, *inner):
-        _check_counts(file, part, LAYERS, 1, MOST_LAYERS)
-        _check_counts(file, part, HEADS, 1, MOST_HEADS)
-        _check_counts(file, part, SIZES, 2, LARGEST_SIZE)
-        _check_counts(file, part, EXPERTS, 0, MOST_EXPERTS)
+        _check_counts(file, part, LAYERS, 1, _MOST_LAYERS)
+        _check_counts(file, part, HEADS, 1, _MOST_HEADS)
+        _check_counts(file, part, SIZES, 2, _LARGEST_SIZE)
+        _check_counts(file, part, EXPERTS, 0, _MOST_EXPERTS)
 
 
 def _check_counts(file: Path, part: Mapping[str, Any], keys: Iterable[str], lowest: int, highest: int) -> None:

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
 """Tokenizer files. Without any of them, AutoTokenizer silently builds an empty tokenizer of the model's family."""
 
-PROBES = (
+_PROBES = (
     "The quick brown fox, 1234567.89 + 3 = ?",
     "  two  blanks\tand a tab ",
     "first line\nsecond line\r\n\n\nfifth line\n",
@@ -80,7 +80,7 @@ def read_tokenizer(key: str, source: str, *, trust_remote_code: bool, cure: str 
     """
     from transformers import AutoTokenizer
 
-    path = check_tokenizer(key, source, cure)
+    path = _check_tokenizer(key, source, cure)
     for file in [*Path(path).glob("*.jinja"), *Path(path).glob("additional_chat_templates/*")]:
         if is_other_file(file):
             raise DataError(f"{key}: {str(file)!r} is a link to another file. Replace it by a copy, or remove it.")
@@ -95,7 +95,7 @@ def read_tokenizer(key: str, source: str, *, trust_remote_code: bool, cure: str 
         return _as_in_file(key, tokenizer, path)
 
 
-def check_tokenizer(key: str, source: str, cure: str = "") -> str:
+def _check_tokenizer(key: str, source: str, cure: str = "") -> str:
     """Return the path of a tokenizer folder or a hub name; see `read_tokenizer` for arguments and errors."""
     try:
         return check_path(key, source, TOKENIZER_FILES)
@@ -201,8 +201,8 @@ def _keep_special(exact: Any, tokenizer: Any) -> None:
 def difference(tokenizer: Any, expected: Any) -> str | None:
     """Return how `tokenizer` differs from `expected`, as a phrase; None if it does not.
 
-    Compares token ids and decoded text of `PROBES` and of the tokenizer's own tokens, the number of tokens, the special
-    tokens and the chat template.
+    Compares token ids and decoded text of `_PROBES` and of the tokenizer's own tokens, the number of tokens, the
+    special tokens and the chat template.
     """
     for text in _probes(expected):
         for special in (False, True):
@@ -224,7 +224,7 @@ def _probes(tokenizer: Any) -> Sequence[str]:
     own = tokenizer.decode(ids[:: max(1, len(ids) // 64)])
     # Special tokens also between letters and blanks, since a token may strip the blanks beside it.
     special = tokenizer.all_special_tokens
-    return (*PROBES, own, "".join(special), *(f"a{token} b\n{token}" for token in special))
+    return (*_PROBES, own, "".join(special), *(f"a{token} b\n{token}" for token in special))
 
 
 def _ids(tokenizer: Any, text: str, special: bool) -> list[int]:
@@ -353,7 +353,7 @@ def _words(tokenizer: Any) -> Mapping[int, str]:
 
 def check_source(source: TokenizerSource, model_path: str) -> None:
     """Check a tokenizer before anything is loaded; `model_path` is the path of the role's model, checked before."""
-    path = check_tokenizer(source.key, source.path, _cure(source))
+    path = _check_tokenizer(source.key, source.path, _cure(source))
     if not Path(path).is_dir() and source.path != model_path:
         check_hub(source.key, path, "tokenizer_config.json")
 

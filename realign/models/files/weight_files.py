@@ -32,7 +32,7 @@ DTYPES = {
 }
 """Supported dtypes and their names in safetensors files, in the order of the library, which writes the last first."""
 
-DTypeShape: TypeAlias = tuple[torch.dtype, Sequence[int]]
+_DTypeShape: TypeAlias = tuple[torch.dtype, Sequence[int]]
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Header:
     """Bytes of the file."""
 
     @classmethod
-    def of(cls, tensors: Mapping[str, DTypeShape], metadata: Mapping[str, str], *, aligned: int = 8) -> Header:
+    def of(cls, tensors: Mapping[str, _DTypeShape], metadata: Mapping[str, str], *, aligned: int = 8) -> Header:
         """Return the header that the safetensors library writes for these tensors.
 
         Args:

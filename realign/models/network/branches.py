@@ -27,7 +27,7 @@ _LAYERS = ("layers", "h")
 _AFTER = ("norm", "ln_f", "final_layer_norm", "final_layernorm", "project_out")
 
 
-class Stack(NamedTuple):
+class _Stack(NamedTuple):
     """The layers of a model, and the modules that map the output of the last layer to the last hidden states."""
 
     layers: nn.ModuleList
@@ -38,7 +38,7 @@ class Stack(NamedTuple):
         return [*self.layers[len(self.layers) - n :], *self.after]
 
 
-def read_stack(module: Any) -> Stack:
+def read_stack(module: Any) -> _Stack:
     """Find the layers of a transformers model.
 
     Raises:
@@ -52,10 +52,10 @@ def read_stack(module: Any) -> Stack:
             f"model family {module.config.model_type!r} has no known list of layers followed by a norm. "
             "value_head.layers, trains=top_layers and branch=reference are not available."
         )
-    return Stack(layers, after)
+    return _Stack(layers, after)
 
 
-def check_layers(what: str, n: int, stack: Stack) -> None:
+def check_layers(what: str, n: int, stack: _Stack) -> None:
     """Raise ConfigError with the name of the setting `what`, unless 1 <= n <= number of layers."""
     if not 1 <= n <= len(stack.layers):
         raise ConfigError(f"{what}={n}: must be between 1 and {len(stack.layers)}, the number of layers of the model")

@@ -30,14 +30,14 @@ from realign.models.network.images import PromptInput, ids_of
 from realign.models.network.passes import similar_lengths
 from realign.models.network.unpacked import PROMPT, TOLERANCE, OwnCache, ResponseGroup, probing, relative_error
 
-LOSS_MASK = "loss_mask"
+_LOSS_MASK = "loss_mask"
 """Key that separates the prompt from the response: the response starts at its first token in `loss_mask`."""
 
 PROMPTS, RESPONSES = (5, 9, 1), (4, 1, 6)
 """Lengths of the texts with which a model is probed. The first two share a batch, in which each of them is padded once,
 by the encoder or by the decoder. One token is the shortest prompt and response."""
 
-CACHE = "past_key_values"
+_CACHE = "past_key_values"
 
 
 class EncoderDecoder:
@@ -154,24 +154,24 @@ def prompt_lengths(data: SequenceSample, lengths: IntArray) -> IntArray:
     Raises:
         DataError: the batch has no `loss_mask`, or a sequence is not a prompt followed by one response.
     """
-    if LOSS_MASK not in data:
+    if _LOSS_MASK not in data:
         raise DataError(
-            f"An encoder-decoder model needs the key {LOSS_MASK!r}, which separates the prompt from the response. Add "
+            f"An encoder-decoder model needs the key {_LOSS_MASK!r}, which separates the prompt from the response. Add "
             "it to the keys that the interface reads."
         )
-    mask_T, starts, prompt_S = data[LOSS_MASK].cpu().numpy(), np.cumsum(lengths) - lengths, lengths.copy()
+    mask_T, starts, prompt_S = data[_LOSS_MASK].cpu().numpy(), np.cumsum(lengths) - lengths, lengths.copy()
     for s, (start, length) in enumerate(zip(starts, lengths, strict=True)):
         trained = np.flatnonzero(mask_T[start : start + length])
         if not len(trained):
             continue
         if trained[0] == 0:
             raise DataError(
-                f"{LOSS_MASK}: a sequence has no prompt, or the loss includes its prompt. The encoder of an "
+                f"{_LOSS_MASK}: a sequence has no prompt, or the loss includes its prompt. The encoder of an "
                 "encoder-decoder model reads the prompt, and no token of it is predicted. Train on responses only."
             )
         if trained[-1] - trained[0] + 1 != len(trained):
             raise DataError(
-                f"{LOSS_MASK}: a sequence has several responses. An encoder-decoder model reads one prompt and writes "
+                f"{_LOSS_MASK}: a sequence has several responses. An encoder-decoder model reads one prompt and writes "
                 "one response. Use data with one trained turn (data.train_on_turns=last), and no environment or tools."
             )
         prompt_S[s] = trained[0]
@@ -219,6 +219,6 @@ class EncoderDecoderCache(OwnCache):
         read_ML = tokens_M1 if self.cached else group.ids_ML
         out = self._model.decoder(input_ids=read_ML, use_cache=self.cached, **group.past)
         if self.cached:
-            group.past[CACHE] = out.past_key_values
+            group.past[_CACHE] = out.past_key_values
         hidden: Tensor = out.last_hidden_state[:, -1]
         return hidden

@@ -123,7 +123,7 @@ class Causal(Head):
 
     @override
     def auto_class(self, config: Any) -> Any:
-        return language_model_class(config)
+        return _language_model_class(config)
 
 
 @dataclass
@@ -198,7 +198,7 @@ def value_outputs(spec: ValueHead | None) -> set[str]:
     return {"values", "scores"} | ({"q_values"} if spec.q_heads is not None else set())
 
 
-def language_model_class(config: Any) -> Any:
+def _language_model_class(config: Any) -> Any:
     """Return the class of transformers that loads the language model with this config."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM
 

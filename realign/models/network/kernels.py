@@ -58,7 +58,7 @@ CONTEXT = "realign_context"
 HUB_KERNEL = "kernels-community/flash-attn2"
 """Repository of the kernel of `Backend.hub`."""
 
-BY_SPEED = (Backend.flash3, Backend.flash, Backend.varlen)
+_BY_SPEED = (Backend.flash3, Backend.flash, Backend.varlen)
 """Kernels that `auto` tries, in this order, before sdpa."""
 
 _MODULES = {Backend.flash: "flash_attn", Backend.flash3: "flash_attn_interface", Backend.hub: "kernels"}
@@ -82,7 +82,7 @@ def preferred_kernel(backend: Backend, device: torch.device, dtype: torch.dtype)
     """Return the name of the kernel for layers without special features on a device, for the launch table."""
     if backend is Backend.auto:
         args = AttentionArgs(64**-0.5, 0.0, None, None, None)
-        candidates = (b for b in BY_SPEED if _device_obstacle(b, device, dtype) is None)
+        candidates = (b for b in _BY_SPEED if _device_obstacle(b, device, dtype) is None)
         backend = next((b for b in candidates if _works(b, device, dtype, (1, 1, 64), args)), Backend.sdpa)
     return _NAMES.get(backend, backend.value)
 
@@ -111,7 +111,7 @@ def choose_backend(backend: Backend, q: Tensor, v: Tensor, args: AttentionArgs) 
     """
     layer = q.device, q.dtype, (q.shape[1], v.shape[1], q.shape[-1])
     if backend is Backend.auto:
-        candidates = (b for b in BY_SPEED if _obstacle(b, q, v, args) is None)
+        candidates = (b for b in _BY_SPEED if _obstacle(b, q, v, args) is None)
         return next((b for b in candidates if _works(b, *layer, args)), Backend.sdpa)
     why = _obstacle(backend, q, v, args)
     if why is None and backend is not Backend.sdpa:

@@ -25,7 +25,7 @@ from realign.models.network.trains import (
     require_peft,
 )
 
-PROBED = 8
+_PROBED = 8
 """Number of tokens on which a model is compared before and after the merge."""
 
 Place: TypeAlias = tuple[nn.Module, str]
@@ -193,7 +193,7 @@ def _logits(module: Any, config: Any) -> Tensor:
     from realign.models.network.attention import ATTENTION, use_attention
 
     places = module.get_input_embeddings().weight
-    ids = torch.linspace(1, len(places) - 1, PROBED).long()
+    ids = torch.linspace(1, len(places) - 1, _PROBED).long()
     trained = getattr(config, "trainable_token_indices", None) or getattr(config, "token_indices", None) or []
     own = [i for part in (trained.values() if isinstance(trained, Mapping) else [trained]) for i in part]
     ids[: len(own[:2])] = torch.tensor(own[:2], dtype=torch.long)

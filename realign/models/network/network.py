@@ -39,7 +39,7 @@ Run: TypeAlias = Callable[[SequenceSample, SequenceSample, Layout], PackedOutput
 and the layout of its rows."""
 
 
-class ExactPasses(Protocol):
+class _ExactPasses(Protocol):
     """Computes passes with the bits of rollouts; see `realign.samplers.in_process.compiled.exact`."""
 
     def read(self, length: int) -> object:
@@ -98,7 +98,7 @@ class Network(nn.Module):
         self.trains = settings.trains
         self.heads: Mapping[str, LMHead] = {}
         """Language-model heads of other roles, for losses over the whole vocabulary."""
-        self.exact: ExactPasses | None = None
+        self.exact: _ExactPasses | None = None
         """Computes the values of all passes as rollouts compute them; None: the modules compute them."""
         self.device: torch.device = next(module.parameters()).device
         self.autocast = abilities.autocast
@@ -346,7 +346,7 @@ class Network(nn.Module):
         """Return the rows of the layout that this process computes; None means all."""
         return None
 
-    def _exact(self, exact: ExactPasses, moved: SequenceSample, layout: Layout) -> Tensor:
+    def _exact(self, exact: _ExactPasses, moved: SequenceSample, layout: Layout) -> Tensor:
         """Return the last hidden states [R, H] with the values of `exact`, and the gradient of the modules."""
         if not layout.pieces.any():
             return self._hidden(moved, layout)

@@ -37,7 +37,7 @@ Result = TypeVar("Result")
 MIN_ROWS = 128
 """Minimum number of rows per lane. Splitting a smaller pass into two saves no time."""
 
-MIN_SAVED = 0.05
+_MIN_SAVED = 0.05
 """Minimum fraction of a group's tokens that sharing must save. Attention in two pieces has a small overhead: on a CPU
 (4 layers, hidden size 256, groups of 2 and 8) training was equally fast at a fraction of 0.03, and 5% faster at
 0.06."""
@@ -76,7 +76,7 @@ class Passes:
         Args:
             data: the batch; must be on the host if `share` is set.
             spec: the budget for all concurrent passes together.
-            share: whether to compute common prefixes once, in groups where that saves at least `MIN_SAVED`.
+            share: whether to compute common prefixes once, in groups where that saves at least `_MIN_SAVED`.
             threads: maximum number of concurrent passes.
 
         Raises:
@@ -89,7 +89,7 @@ class Passes:
             return cls(batches, tuple(Layout.plain(part.lengths[TOKENS]) for part in batches), lanes)
         experts = experts_per_token(data)
         replayed = None if experts is None else experts.numpy()
-        prefix_P = worthwhile(common_prefixes(data[TOKENS].numpy(), lengths, replayed), lengths)
+        prefix_P = _worthwhile(common_prefixes(data[TOKENS].numpy(), lengths, replayed), lengths)
         saved = int((prefix_P * (lengths.counts - 1).clip(min=0)).sum())
         lanes, spec = in_lanes(lengths, lengths.total - saved, spec, threads)
         batches = data.split(spec, prefixes=prefix_P)
@@ -251,10 +251,10 @@ def common_prefixes(ids_T: IntArray, lengths: Lengths, experts_TN: npt.NDArray[n
     return prefix_P
 
 
-def worthwhile(prefix_P: IntArray, lengths: Lengths) -> IntArray:
-    """Return `prefix_P`, with 0 where sharing saves a fraction below `MIN_SAVED` of the group's tokens."""
+def _worthwhile(prefix_P: IntArray, lengths: Lengths) -> IntArray:
+    """Return `prefix_P`, with 0 where sharing saves a fraction below `_MIN_SAVED` of the group's tokens."""
     saved_P = prefix_P * (lengths.counts - 1)
-    return np.where(saved_P >= MIN_SAVED * lengths.per_prompt, prefix_P, 0)
+    return np.where(saved_P >= _MIN_SAVED * lengths.per_prompt, prefix_P, 0)
 
 
 def _positions(lengths: IntArray) -> IntArray:

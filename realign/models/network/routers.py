@@ -51,7 +51,7 @@ Listener: TypeAlias = Callable[[int, Routed], Routed]
 """Receives the index of a router and its output, and returns the output that the experts use."""
 
 
-class GateRule(NamedTuple):
+class _GateRule(NamedTuple):
     """How a router weights the outputs of the experts that it chose."""
 
     sigmoid: bool
@@ -156,7 +156,7 @@ def _find(module: nn.Module) -> list[nn.Module]:
     return [part for part in module.modules() if isinstance(part, tuple(kinds))]
 
 
-def _check(router: nn.Module, family: str) -> tuple[int, int, bool, GateRule | None]:
+def _check(router: nn.Module, family: str) -> tuple[int, int, bool, _GateRule | None]:
     """Return the numbers of experts and of chosen experts, whether a softmax chooses, and the rule of the weights.
 
     All of them are verified on random rows.
@@ -170,7 +170,7 @@ def _check(router: nn.Module, family: str) -> tuple[int, int, bool, GateRule | N
         # sorted, since a router may return its choices in any order
         top = _same(got_RK.sort(-1, descending=True).values, probs_RE.topk(chosen_RK.shape[-1], -1).values)
         scales = {1.0, float(getattr(router, "routed_scaling_factor", 1.0))}
-        rules = (GateRule(*rule) for rule in product((False, True), (False, True), sorted(scales)))
+        rules = (_GateRule(*rule) for rule in product((False, True), (False, True), sorted(scales)))
         gates = next((rule for rule in rules if _same(scores_RK, rule.weights(logits_RE, chosen_RK))), None)
     except torch.OutOfMemoryError:
         raise

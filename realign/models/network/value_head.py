@@ -37,7 +37,7 @@ ONLINE, TARGET = "q_heads.online.", "q_heads.target."
 FILE = "value_head.safetensors"
 """File name of the value head in the model folder."""
 
-METADATA = "value_head"
+_METADATA = "value_head"
 """Metadata key of the settings of the value head, as JSON."""
 
 
@@ -92,7 +92,7 @@ class ValueNetwork(nn.Module):
     def metadata(self) -> dict[str, str]:
         """Metadata of `value_head.safetensors`."""
         # one key, because safetensors writes several in random order, and equal models must be equal files
-        return {METADATA: json.dumps(self._shape)}
+        return {_METADATA: json.dumps(self._shape)}
 
     def load(self, path: str, what: str) -> None:
         """Load the weights from a local folder, if it contains a value head.
@@ -107,7 +107,7 @@ class ValueNetwork(nn.Module):
         tensor_names(file)  # raises if the file is damaged
         with safe_open(file, framework="pt") as opened:
             metadata = opened.metadata() or {}
-        saved = json.loads(metadata.get(METADATA, "{}"))
+        saved = json.loads(metadata.get(_METADATA, "{}"))
         for name, wanted in self._shape.items():
             if saved.get(name) != wanted:
                 raise ConfigError(

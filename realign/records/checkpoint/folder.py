@@ -41,7 +41,7 @@ from realign.version import installed_version
 
 CHECKPOINTS = "checkpoints"
 """Name of the checkpoint folder inside `output_dir`."""
-FORMAT = 1
+_FORMAT = 1
 MANIFEST, STATE, TENSORS, PARTS = "manifest.json", "state.json", "tensors.safetensors", "parts"
 PART = re.compile(rf"{PARTS}/[\w.-]+\.safetensors")
 REPLACED = "replaced"
@@ -98,9 +98,9 @@ class Checkpoint:
             manifest = json.loads(data)
             if not isinstance(manifest, dict) or "format" not in manifest:
                 raise ValueError("not a manifest of a checkpoint")
-            if manifest["format"] != FORMAT:
+            if manifest["format"] != _FORMAT:
                 writer = f"by realign {manifest.get('realign')}"
-                raise ValueError(f"written in format {manifest['format']!r} {writer}; this version reads {FORMAT}")
+                raise ValueError(f"written in format {manifest['format']!r} {writer}; this version reads {_FORMAT}")
             manifest.pop("sha256", None)
             # all bytes, not just the values: any change of a file is reported, even if it means the same
             if data != render_manifest(manifest):
@@ -239,7 +239,7 @@ def begin(folder: Path, step: int) -> Path:
     if step < 0:
         raise ValueError(f"step={step}: must be at least 0")
     make_folder(folder)
-    remove_leftovers(folder)
+    _remove_leftovers(folder)
     return OwnFiles(folder).scratch(folder_name(step))
 
 
@@ -266,7 +266,7 @@ def _fill(unfinished: UnfinishedCheckpoint, step: int, packed: Packed) -> None:
     files[STATE] = file.facts
     # the manifest comes last, so a folder that has one has everything else
     with HashedFile(folder / MANIFEST) as file:
-        file.write(render_manifest({"format": FORMAT, "realign": installed_version(), "step": step, "files": files}))
+        file.write(render_manifest({"format": _FORMAT, "realign": installed_version(), "step": step, "files": files}))
     if unfinished.files:
         sync_folder(folder / PARTS)
     sync_folder(folder)
@@ -285,7 +285,7 @@ def _publish(temporary: Path, folder: Path, step: int) -> Checkpoint:
     if (stranger := own.stranger(name)) is not None:
         warnings.warn(f"{stranger} was not written by a run, so {path} was moved to {set_aside(path)}.", stacklevel=2)
     own.record(name, temporary)
-    # a kill between the two renames leaves only `aside`, which `list_checkpoints` reads and `remove_leftovers` spares
+    # a kill between the two renames leaves only `aside`, which `list_checkpoints` reads and `_remove_leftovers` spares
     replaces = path.exists()
     if replaces:
         path.rename(aside)
@@ -328,7 +328,7 @@ class HashedFile:
         return {"bytes": self._bytes, "sha256": self._hash.hexdigest()}
 
 
-def remove_leftovers(folder: Path) -> None:
+def _remove_leftovers(folder: Path) -> None:
     """Remove the temporary folders of writes that were interrupted."""
     own = OwnFiles(folder)
     for path in own.scratches():
@@ -365,7 +365,7 @@ class CheckpointWriter:
         self._folder, self._keep, self._ranks = folder, keep, ranks or Ranks()
         self._failures: list[str] = []
         self._thread: threading.Thread | None = None
-        self._ranks.lead(partial(remove_leftovers, folder))
+        self._ranks.lead(partial(_remove_leftovers, folder))
 
     def write(self, step: int, tree: Tree, *, best: int | None = None) -> float:
         """Copy the tensors of `tree` and write them in the background, after an earlier write is finished.

@@ -20,7 +20,7 @@ from realign.signals import SIGNALS
 
 NAME = "last_failure.json"
 """Name of the file in `output_dir`."""
-NO_FAILURE = frozenset(128 + number for number in SIGNALS)
+_NO_FAILURE = frozenset(128 + number for number in SIGNALS)
 """Exit codes of a run that a signal stopped. They leave the file unchanged."""
 
 
@@ -70,7 +70,7 @@ def record_end(output_dir: Path, exit_code: int, message: str = "", attempt: str
     Returns:
         The failure, or None if there is none to record.
     """
-    if exit_code in NO_FAILURE or not output_dir.is_dir():
+    if exit_code in _NO_FAILURE or not output_dir.is_dir():
         return None
     try:
         if exit_code == ExitCode.success:

@@ -16,8 +16,8 @@ from torch import Tensor
 from realign.errors import CheckpointError
 from realign.text import shorten
 
-RecordName: TypeAlias = Literal["metrics", "samples", "eval_samples", "tokens", "spans", "warnings", "system"]
-RECORDS: tuple[RecordName, ...] = get_args(RecordName)
+_RecordName: TypeAlias = Literal["metrics", "samples", "eval_samples", "tokens", "spans", "warnings", "system"]
+RECORDS: tuple[_RecordName, ...] = get_args(_RecordName)
 """Record files of a run, without `.jsonl`."""
 
 Count: TypeAlias = Annotated[int, Field(ge=0)]
@@ -80,8 +80,8 @@ class _Counters(_Record):
 
 class _Records(_Record):
     seconds: float
-    sizes: dict[RecordName, Count]
-    sha256: dict[RecordName, str]
+    sizes: dict[_RecordName, Count]
+    sha256: dict[_RecordName, str]
 
 
 class _File(_Record):

@@ -17,7 +17,7 @@ TRAINING, HELD_OUT = "#2456c4", "#c2551d"
 FURTHER = ("#1f7f5c", "#8a3fb5", "#8a6d00", "#b82c66", "#0b7a8f", "#5b6270")
 """Colors of further metrics in a panel."""
 GRAY = "#5a616e"
-SMOOTHED_FROM = 60
+_SMOOTHED_FROM = 60
 """Points from which a curve is smoothed."""
 WINDOW = 1 / 30
 """Width of the smoothing window as a share of the curve."""
@@ -67,7 +67,7 @@ def smooth_curve(values: Sequence[float]) -> list[float] | None:
 
     The windows at both ends are shorter. Values that are not finite are ignored; an average of none is NaN.
     """
-    if len(values) < SMOOTHED_FROM:
+    if len(values) < _SMOOTHED_FROM:
         return None
     half = max(1, round(len(values) * WINDOW / 2))
     means = []

@@ -27,7 +27,7 @@ from realign.records.metrics.run_log import RunLog
 from realign.records.metrics.samples import sequence_places
 from realign.run_settings import RecordSpec
 
-MOST_SPANS = 5_000
+_MOST_SPANS = 5_000
 """Maximum number of spans between two writes; older ones are dropped."""
 
 
@@ -35,7 +35,7 @@ class Spans:
     """Collects spans from any thread. The clock counts seconds since the Unix epoch, but never jumps."""
 
     def __init__(self) -> None:
-        self._done: deque[dict[str, Any]] = deque(maxlen=MOST_SPANS)
+        self._done: deque[dict[str, Any]] = deque(maxlen=_MOST_SPANS)
         self._offset = time.time() - time.perf_counter()
         self._process = os.getpid()
 
@@ -72,7 +72,7 @@ class Spans:
         return sorted(spans, key=lambda span: span["start"])
 
 
-MOST_SAMPLES = 10_000
+_MOST_SAMPLES = 10_000
 """Maximum number of samples between two steps; older ones are dropped."""
 GIB = float(1 << 30)
 
@@ -86,7 +86,7 @@ class SystemMonitor:
 
     def __init__(self, seconds: float | None) -> None:
         self._seconds = seconds
-        self._found: deque[dict[str, Any]] = deque(maxlen=MOST_SAMPLES)
+        self._found: deque[dict[str, Any]] = deque(maxlen=_MOST_SAMPLES)
         self._closed = threading.Event()
         self._before = (time.perf_counter(), _cpu_seconds())
         self._thread = threading.Thread(target=self._run, name="system monitor", daemon=True)

@@ -54,7 +54,7 @@ NARROWEST, WIDEST = 8, 48
 """Width of the column of curves in characters."""
 NUMBERS = 66
 """Characters that the other columns of the table need."""
-MOST_WARNINGS = 3
+_MOST_WARNINGS = 3
 """Latest warnings that are shown."""
 
 
@@ -204,6 +204,6 @@ def _warnings(latest: Sequence[str], total: int) -> list[Text]:
     if not total:
         return []
     lines = [Text(f"{total} warning{'' if total == 1 else 's'}", style="bold yellow")]
-    for message in latest[-MOST_WARNINGS:]:
+    for message in latest[-_MOST_WARNINGS:]:
         lines.append(Text(f"  {message}", style="yellow", no_wrap=True, overflow="ellipsis"))
     return lines

@@ -52,7 +52,7 @@ class JsonLinesWriter:
         self._file = _open(path)
         self._torn_at: int | None = None
         self._file.truncate(min(keep_bytes, self.size))
-        self._hash = prefix_hash(path, self.size)
+        self._hash = _prefix_hash(path, self.size)
 
     @property
     def size(self) -> int:
@@ -128,7 +128,7 @@ class JsonLinesWriter:
         reopened = _open(self.path)
         self._file.close()
         self._file, self._torn_at = reopened, None
-        self._hash = prefix_hash(self.path, self.size)
+        self._hash = _prefix_hash(self.path, self.size)
         warnings.warn(
             f"{self.path} was removed or moved during the run. A new file starts with the next line.", stacklevel=4
         )
@@ -166,7 +166,7 @@ class Digest(Protocol):
         """Return the hash of everything so far."""
 
 
-def prefix_hash(path: Path, size: int) -> Digest:
+def _prefix_hash(path: Path, size: int) -> Digest:
     """Return the sha256 of the first `size` bytes of a file, which may be continued."""
     digest = hashlib.sha256()
     for chunk in prefix(path, size):
@@ -272,7 +272,7 @@ def _compare(path: Path, size: int, sha256: str, step: int) -> None:
             "some of the earlier lines are missing.",
             stacklevel=2,
         )
-    elif prefix_hash(path, size).hexdigest() != sha256:
+    elif _prefix_hash(path, size).hexdigest() != sha256:
         warnings.warn(
             f"{path} was changed after the checkpoint of step {step} (sha256 mismatch in its first {size} bytes). The "
             "run continues and keeps the changed lines; its weights are not affected.",

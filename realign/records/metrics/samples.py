@@ -22,7 +22,7 @@ LONGEST = 1000
 """Maximum number of characters of a run of tokens; its middle is omitted."""
 SEQUENCES = 4
 """Maximum number of sequences of a row."""
-STYLE = "bold green"
+_STYLE = "bold green"
 
 
 def row_text(sequences: Sequence[DecodedSequence], *, color: bool) -> Text:
@@ -31,16 +31,18 @@ def row_text(sequences: Sequence[DecodedSequence], *, color: bool) -> Text:
     Control characters in the text are escaped.
     """
     trains = any(segment.trained for sequence in sequences for segment in sequence.segments)
-    marked = (f"trained tokens in {STYLE.split()[-1]}" if color else "trained tokens in [[brackets]]") if trains else ""
+    marked = (
+        (f"trained tokens in {_STYLE.split()[-1]}" if color else "trained tokens in [[brackets]]") if trains else ""
+    )
     text = Text(f"First row of the data{': ' if marked else ''}")
-    text.append(marked, style=STYLE if color and marked else "")
+    text.append(marked, style=_STYLE if color and marked else "")
     for sequence in sequences[:SEQUENCES]:
         text.append("\n" if sequence.label is None else f"\n  label {sequence.label:g}\n")
         body = Text()
         for segment in sequence.segments:
             shown = visible(shorten(segment.text, LONGEST))
             if segment.trained:
-                body.append(shown if color else f"[[{shown}]]", style=STYLE if color else "")
+                body.append(shown if color else f"[[{shown}]]", style=_STYLE if color else "")
             else:
                 body.append(shown)
         lines = body.split("\n", allow_blank=True)

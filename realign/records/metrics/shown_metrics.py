@@ -10,7 +10,7 @@ from types import MappingProxyType
 from realign.api import DataflowGraph, ModelInterface, Panel
 from realign.api.rewards import NAMED
 
-GENERAL = (
+_GENERAL = (
     "response_tokens",
     "grad_norm",
     "lr",
@@ -19,7 +19,7 @@ GENERAL = (
     "step_s",
 )
 """Metrics of any run, shown after those that the interfaces declare."""
-TIMES = ("time/", "step_s", "rollout_tokens_per_s", "train_tokens_per_s", "train_tflop_per_s")
+_TIMES = ("time/", "step_s", "rollout_tokens_per_s", "train_tokens_per_s", "train_tflop_per_s")
 """Name prefixes of metrics that measure speed."""
 EVALUATION = "eval/"
 HELD_OUT = "held out"
@@ -39,9 +39,9 @@ def headline(
     if not names:
         return ()
     place = names.index("reward") + 1 if "reward" in names else len(names)
-    names[place:place] = named_means(graph)
+    names[place:place] = _named_means(graph)
     prefixes = ["", EVALUATION, *(f"{EVALUATION}{name}/" for name in sets)]
-    return tuple(dict.fromkeys(f"{prefix}{name}" for name in (*names, *GENERAL) for prefix in prefixes))
+    return tuple(dict.fromkeys(f"{prefix}{name}" for name in (*names, *_GENERAL) for prefix in prefixes))
 
 
 def targets(graph: DataflowGraph, interfaces: Mapping[str, ModelInterface], lead: str) -> dict[str, float]:
@@ -50,7 +50,7 @@ def targets(graph: DataflowGraph, interfaces: Mapping[str, ModelInterface], lead
     return {f"{prefix}{name}": value for prefix, own in trained for name, value in own.targets().items()}
 
 
-def named_means(graph: DataflowGraph) -> list[str]:
+def _named_means(graph: DataflowGraph) -> list[str]:
     """Return the metrics of the named rewards (`rewards/<name>/mean`) that the RPCs of a graph write."""
     return sorted(f"{key}/mean" for key in graph.producers if key.startswith(NAMED))
 
@@ -71,7 +71,7 @@ def limit_metrics(names: Sequence[str], most: int) -> list[str]:
 def first_metrics(reported: Iterable[str], most: int = 12) -> list[str]:
     """Return the metrics to show for interfaces that declare none: the first reported ones except speed."""
     names = list(reported)
-    return [name for name in names if not name.startswith(TIMES)][:most] or names[:most]
+    return [name for name in names if not name.startswith(_TIMES)][:most] or names[:most]
 
 
 def panels(
@@ -88,10 +88,10 @@ def panels(
     metrics of callbacks to the names of the callbacks, gets its own chart.
     """
     undeclared = [
-        name for name in reported if not name.startswith(EVALUATION) and name not in GENERAL and name not in added
+        name for name in reported if not name.startswith(EVALUATION) and name not in _GENERAL and name not in added
     ]
     declared = [Panel("reward per response", {"reward": "training batch (sampled)"})]
-    if means := named_means(graph):
+    if means := _named_means(graph):
         labels = {name: name.removeprefix(NAMED).removesuffix("/mean") for name in means}
         declared.append(Panel("reward of each function", labels))
     for prefix, interface in _trained_roles(graph, interfaces, lead):
@@ -159,15 +159,15 @@ def _trained_roles(
     return [("" if role == lead else f"{role}/", interfaces[role]) for role in ordered]
 
 
-LARGER = ("reward", "accuracy", "margin", "pass", "mean@", "score")
+_LARGER = ("reward", "accuracy", "margin", "pass", "mean@", "score")
 """Parts of the names of metrics that improve when they rise."""
 SMALLER = ("loss", "nll", "perplexity")
 """Parts of the names of metrics that improve when they fall."""
-NEITHER = ("constant_reward",)
+_NEITHER = ("constant_reward",)
 """Ends of the names of metrics that only stand beside another one."""
-MOST_SUMMARIZED = 8
+_MOST_SUMMARIZED = 8
 """Metrics in a summary."""
-DETAILS = ("/missing_rewards", "/std", "/most_common_fraction")
+_DETAILS = ("/missing_rewards", "/std", "/most_common_fraction")
 """Ends of the names of held-out metrics that only metrics.jsonl and the charts contain."""
 
 
@@ -203,13 +203,13 @@ def metric_summaries(
     """
     reported = dict.fromkeys(name for record in history for name in record if name != "step")
     known = {name: larger_is_better(name, better or {}) for name in reported}
-    names = [name for name in shown if name in reported and name not in GENERAL]
+    names = [name for name in shown if name in reported and name not in _GENERAL]
     evaluated = held_out_metrics(reported, shown)
     evaluated.sort(key=lambda name: (known[name] is None, name not in names))  # stable: otherwise as reported
     others = [name for name in names or first_metrics(reported) if not name.startswith(EVALUATION)]
     # leaves room for two metrics of training, however many evaluation sets there are
-    evaluated = evaluated[: MOST_SUMMARIZED - 2]
-    order = [*evaluated, *limit_metrics(others, MOST_SUMMARIZED - len(evaluated))]
+    evaluated = evaluated[: _MOST_SUMMARIZED - 2]
+    order = [*evaluated, *limit_metrics(others, _MOST_SUMMARIZED - len(evaluated))]
     points = {name: [(int(record["step"]), record[name]) for record in history if name in record] for name in order}
     return tuple(metric_summary(name, points[name], known[name]) for name in order)
 
@@ -225,31 +225,31 @@ def larger_is_better(name: str, known: Mapping[str, bool]) -> bool | None:
         return known[name]
     if not name.startswith(EVALUATION):
         return None  # a single training batch is too noisy for a best value
-    if name.endswith(NEITHER):
+    if name.endswith(_NEITHER):
         return None
     if any(part in name for part in SMALLER):
         return False
-    return True if any(part in name for part in LARGER) else None
+    return True if any(part in name for part in _LARGER) else None
 
 
 def held_out_metrics(reported: Collection[str], shown: Collection[str] = ()) -> list[str]:
-    """Return the metrics of evaluations without their `DETAILS`, and without a loss that repeats the likelihood.
+    """Return the metrics of evaluations without their `_DETAILS`, and without a loss that repeats the likelihood.
 
     Args:
         reported: names of all metrics.
         shown: headline metrics. If they contain `nll` without `loss`, both are the same number.
     """
     repeats = ("/loss",) if "nll" in shown and "loss" not in shown else ()
-    return [name for name in reported if name.startswith(EVALUATION) and not name.endswith((*DETAILS, *repeats))]
+    return [name for name in reported if name.startswith(EVALUATION) and not name.endswith((*_DETAILS, *repeats))]
 
 
-NOISE = 1e-9
+_NOISE = 1e-9
 """Absolute value below which a shown metric is 0."""
 
 
 def number(value: float) -> str:
     """Return a metric for tables. Rounding noise, such as the KL of a policy to itself, is 0."""
-    if abs(value) < NOISE:
+    if abs(value) < _NOISE:
         return "0"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 

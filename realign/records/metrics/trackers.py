@@ -271,12 +271,12 @@ class _MlflowRun:
         at = known.experiment_id if known is not None else self._client.create_experiment(experiment)
         # MLflow chooses the id of a run, so it is found by a tag
         own = _id(output_dir) or ""
-        found = self._client.search_runs([at], f"tags.{MLFLOW_TAG} = '{own}'", max_results=1) if own else []
+        found = self._client.search_runs([at], f"tags.{_MLFLOW_TAG} = '{own}'", max_results=1) if own else []
         if found:
             self._id = found[0].info.run_id
             self._client.update_run(self._id, status="RUNNING")
         else:
-            self._id = self._client.create_run(at, run_name=name, tags={MLFLOW_TAG: own}).info.run_id
+            self._id = self._client.create_run(at, run_name=name, tags={_MLFLOW_TAG: own}).info.run_id
         self._metric = _extra("mlflow.entities", "mlflow").Metric
         self._client.log_dict(self._id, _config(output_dir), "config.yaml")
 
@@ -294,7 +294,7 @@ class _MlflowRun:
             self._client.set_terminated(self._id)
 
 
-MLFLOW_TAG = "realign_run"
+_MLFLOW_TAG = "realign_run"
 """Tag of MLflow with the id of the run."""
 
 

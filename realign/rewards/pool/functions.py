@@ -54,7 +54,7 @@ class Prepared(ABC):
 RewardFunction: TypeAlias = Callable[..., Any]
 """A function with arguments of one `Convention`; `def` or `async def`."""
 
-SESSION = "session:"
+_SESSION = "session:"
 """Start of the name of a function that only one Python session has."""
 
 
@@ -72,14 +72,14 @@ class SessionFunction(str):
         """Return the name of a function, with the function."""
         label = name_of(function).rpartition("<locals>.")[2]
         digest = hashlib.sha256((source_of(function) or _describe_code(function)).encode()).hexdigest()[:8]
-        name = cls(f"{SESSION}{label}@{digest}")
+        name = cls(f"{_SESSION}{label}@{digest}")
         name.function = function
         return name
 
     @property
     def label(self) -> str:
         """Name of the function itself."""
-        return self.removeprefix(SESSION).rpartition("@")[0]
+        return self.removeprefix(_SESSION).rpartition("@")[0]
 
 
 def name_of(function: RewardFunction) -> str:
@@ -132,7 +132,7 @@ def load_function(name: str, *, dense: bool = False, check: bool = True) -> Call
     """
     if "://" in name:
         return HttpReward(name)
-    if name.startswith(SESSION):
+    if name.startswith(_SESSION):
         raise ConfigError(
             f"reward function {name!r} was defined in a Python session, and no file has it. Continue the run there "
             "with realign.train(..., resume='auto'), or move the function to a file."

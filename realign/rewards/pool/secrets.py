@@ -21,7 +21,7 @@ _SECRET_NAME = re.compile(
 _URL_WITH_PASSWORD = re.compile(r"://[^/@\s]*:[^/@\s]+@")
 
 
-def looks_secret(name: str) -> bool:
+def _looks_secret(name: str) -> bool:
     """Return whether the name of a variable or parameter looks like that of a secret."""
     return _SECRET_NAME.search(name.upper()) is not None
 
@@ -36,7 +36,7 @@ def secret_variables(environment: Mapping[str, str], keep: Sequence[str] = ()) -
         name
         for name, value in environment.items()
         if name not in keep
-        and (looks_secret(name) or (_URL_WITH_PASSWORD.search(value) and not name.lower().endswith("_proxy")))
+        and (_looks_secret(name) or (_URL_WITH_PASSWORD.search(value) and not name.lower().endswith("_proxy")))
     )
 
 
@@ -98,7 +98,7 @@ def _redact_parameter(match: re.Match[str]) -> str:
 def _secret_parameter(name: str, value: str) -> bool:
     """Return whether a query parameter looks like a secret. Short numbers, as in `max_tokens=100`, are none."""
     words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|[^A-Za-z0-9]", "_", unquote_plus(name))
-    return looks_secret(words) and not (value.isdigit() and len(value) <= _LONGEST_NUMBER)
+    return _looks_secret(words) and not (value.isdigit() and len(value) <= _LONGEST_NUMBER)
 
 
 def check_url(url: str, kind: str = "reward function") -> None:

@@ -12,7 +12,7 @@ from realign.api.callback import Callback, CallbackResult, EvaluationEvent, Step
 from realign.errors import NoEffectError
 from realign.settings import Count, Finite, NonNegative
 
-EVALUATED = "eval/"
+_EVALUATED = "eval/"
 
 
 class Goal(StrEnum):
@@ -59,11 +59,11 @@ class EarlyStopping(Callback):
 
     def on_evaluation(self, event: EvaluationEvent) -> CallbackResult | None:
         """Compare an evaluation metric with the best value."""
-        return self._compare(event.step, event.metrics) if self.metric.startswith(EVALUATED) else None
+        return self._compare(event.step, event.metrics) if self.metric.startswith(_EVALUATED) else None
 
     def on_step(self, event: StepEvent) -> CallbackResult | None:
         """Compare a metric of the step with the best value."""
-        return None if self.metric.startswith(EVALUATED) else self._compare(event.step, event.metrics)
+        return None if self.metric.startswith(_EVALUATED) else self._compare(event.step, event.metrics)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the best value, its step, and the number of measurements since."""

@@ -27,7 +27,7 @@ from realign.records.checkpoint.schema import load_state
 
 T = TypeVar("T")
 E = TypeVar("E")
-RESERVED = ("step", "seconds", "settings")
+_RESERVED = ("step", "seconds", "settings")
 """Names that metrics.jsonl uses for something else."""
 
 
@@ -216,7 +216,7 @@ class RunCallbacks:
         """
         added: dict[str, float] = {}
         for name, value in metrics.items():
-            if not isinstance(name, str) or not name.strip() or name in RESERVED:
+            if not isinstance(name, str) or not name.strip() or name in _RESERVED:
                 raise RunError(f"{where} returned a metric named {name!r}. Choose another name.")
             if name in known or name in self._reported or self.metrics.get(name, callback) != callback:
                 raise RunError(_clash(where, name))

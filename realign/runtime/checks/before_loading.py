@@ -32,7 +32,7 @@ from realign.runtime.models import check_optimizers, check_outputs
 from realign.runtime.processes.placement import check_runtime
 from realign.runtime.rollout.spec import Async
 
-OF_REWARDS = ("reward", "reward_ema", "missing_rewards")
+_OF_REWARDS = ("reward", "reward_ema", "missing_rewards")
 
 
 def check_ready(experiment: Experiment) -> None:
@@ -46,7 +46,7 @@ def check_ready(experiment: Experiment) -> None:
     check_runtime(experiment)
     check_optimizers(experiment)
     check_roles(experiment)
-    check_responses(experiment)
+    _check_responses(experiment)
     check_rollout(experiment)
     check_replay(experiment)
     check_images(experiment)
@@ -98,7 +98,7 @@ def open_interfaces(experiment: Experiment) -> None:
                 interface.open()
             else:
                 ranks.lead(interface.open)
-    check_whole_batches(experiment)
+    _check_whole_batches(experiment)
 
 
 def try_interfaces(experiment: Experiment) -> None:
@@ -163,7 +163,7 @@ def _check_metrics(experiment: Experiment) -> None:
 
 def _check_metric(experiment: Experiment, where: str, metric: str, instead: str) -> None:
     """Reject a metric that the run cannot report, as far as this is known before the first step."""
-    if metric in OF_REWARDS and "rewards" not in experiment.graph.producers:
+    if metric in _OF_REWARDS and "rewards" not in experiment.graph.producers:
         raise ConfigError(
             f"{where}: no RPC of the graph writes rewards, so the run has no such metric. Choose another metric, such "
             f"as {instead}."
@@ -261,7 +261,7 @@ def _trained_reader(rpc: RPC, key: str, trained: Collection[str], experiment: Ex
     return next((r.model for r in experiment.graph.rpcs if r.model in trained and key in r.inputs), None)
 
 
-def check_responses(experiment: Experiment) -> None:
+def _check_responses(experiment: Experiment) -> None:
     """Check that a role generates the responses that the roles trained on them expect."""
     for rpc in experiment.graph.rpcs:
         if rpc.method != "generate":
@@ -310,7 +310,7 @@ def _check_schedule(rpc: RPC, experiment: Experiment) -> None:
         )
 
 
-def check_whole_batches(experiment: Experiment) -> None:
+def _check_whole_batches(experiment: Experiment) -> None:
     """Check that roles that need whole batches get them. Call it after the interfaces are open.
 
     Raises:

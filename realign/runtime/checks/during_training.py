@@ -43,9 +43,9 @@ def check_ratio(rpc: RPC, difference: float, tolerance: float, *, strict: bool) 
 
 RECENT = 10
 """Training steps that `signs` looks at. It does not judge fewer."""
-ALMOST_ALL = 0.9
+_ALMOST_ALL = 0.9
 """Fraction of equal responses that is suspicious even if the reward of a constant answer is unknown."""
-ZERO = "zero_gradient_steps"
+_ZERO = "zero_gradient_steps"
 
 
 def signs(history: Sequence[Mapping[str, float]]) -> dict[str, str]:
@@ -59,9 +59,9 @@ def signs(history: Sequence[Mapping[str, float]]) -> dict[str, str]:
 
 def _idle(history: Sequence[Mapping[str, float]]) -> Iterator[tuple[str, str]]:
     """Yield a sentence for each role whose recent steps mostly had no gradient."""
-    names = dict.fromkeys(name for record in history[-RECENT:] for name in record if name.endswith(ZERO))
+    names = dict.fromkeys(name for record in history[-RECENT:] for name in record if name.endswith(_ZERO))
     for name in names:
-        role = name.removesuffix(ZERO)
+        role = name.removesuffix(_ZERO)
         recent = [record for record in history[-RECENT:] if name in record]
         # a step of several mini-batches counts only if none of them changed the weights
         idle = sum(1 for record in recent if record[name] and not record.get(f"{role}optimizer_steps"))
@@ -85,7 +85,7 @@ def _constant(history: Sequence[Mapping[str, float]]) -> Iterator[tuple[str, str
         if record["step"] == 0 or not is_collapsed(record, prefix):
             continue
         reward, constant = record.get(f"{prefix}reward"), record.get(f"{prefix}{CONSTANT}")
-        if constant is None and record[name] < ALMOST_ALL:
+        if constant is None and record[name] < _ALMOST_ALL:
             continue
         if constant is not None and reward is not None and reward > constant:
             continue

@@ -13,7 +13,7 @@ from realign.runtime.experiment import Experiment
 from realign.runtime.processes.placement import plan_groups
 
 
-class RankWork(TypedDict):
+class _RankWork(TypedDict):
     """What a run asks of the ranks of a role, see `ModelSpec.check_ranks`."""
 
     replays: bool
@@ -36,10 +36,10 @@ def check_meshes(experiment: Experiment) -> None:
         spec.check_ranks(role, ranks, **rank_work(experiment, role))
 
 
-def rank_work(experiment: Experiment, role: str) -> RankWork:
+def rank_work(experiment: Experiment, role: str) -> _RankWork:
     """Return what a run asks of the ranks of a role, and of the roles that share its model."""
     specs = [experiment.models.get(view) for view in experiment.roles]
-    return RankWork(
+    return _RankWork(
         replays=any(
             ROUTER_EXPERTS in rpc.own_keys for rpc in experiment.graph.rpcs if experiment.owner_of(rpc.model) == role
         ),

@@ -32,13 +32,13 @@ def check_parts(experiment: Experiment) -> None:
             error.args = (f"{where}.{error}",)
             raise
     check_shared(models)
-    check_syncs(graph, models, ahead=experiment.rollout.ahead)
+    _check_syncs(graph, models, ahead=experiment.rollout.ahead)
     check_temperatures(experiment.temperatures)
-    check_calibration(experiment.calibration, graph, interfaces, models)
-    check_dynamic_sampling(experiment.dynamic_sampling, graph, interfaces)
+    _check_calibration(experiment.calibration, graph, interfaces, models)
+    _check_dynamic_sampling(experiment.dynamic_sampling, graph, interfaces)
     _check_curriculum(experiment)
     check_keys(graph, interfaces)
-    check_minibatches(graph, interfaces, experiment.batch_prompts)
+    _check_minibatches(graph, interfaces, experiment.batch_prompts)
     check_exact_sampling(graph, interfaces)
     _check_cache(experiment)
 
@@ -141,7 +141,7 @@ def _check_writes(rpc: RPC, keys: Keys) -> None:
     )
 
 
-def check_minibatches(graph: DataflowGraph, interfaces: Mapping[str, ModelInterface], batch_prompts: int) -> None:
+def _check_minibatches(graph: DataflowGraph, interfaces: Mapping[str, ModelInterface], batch_prompts: int) -> None:
     """Check that the mini-batches of each role have equal sizes, so that every optimizer step has the same weight.
 
     Raises:
@@ -207,7 +207,7 @@ def check_temperatures(temperatures: Mapping[str, float]) -> None:
             )
 
 
-def check_syncs(graph: DataflowGraph, models: Mapping[str, ModelSpec], *, ahead: bool) -> None:
+def _check_syncs(graph: DataflowGraph, models: Mapping[str, ModelSpec], *, ahead: bool) -> None:
     """Check that each synced role has separate weights, and that no call uses them while they change.
 
     Args:
@@ -238,7 +238,7 @@ def check_syncs(graph: DataflowGraph, models: Mapping[str, ModelSpec], *, ahead:
             )
 
 
-def check_calibration(
+def _check_calibration(
     calibration: RewardCalibration | None,
     graph: DataflowGraph,
     interfaces: Mapping[str, ModelInterface],
@@ -267,7 +267,7 @@ def check_calibration(
         )
 
 
-def check_dynamic_sampling(
+def _check_dynamic_sampling(
     sampling: DynamicSampling | None, graph: DataflowGraph, interfaces: Mapping[str, ModelInterface]
 ) -> None:
     """Check that dynamic sampling, if configured, can repeat the RPCs that lead to rewards, and that groups can pass.

@@ -20,7 +20,7 @@ from realign.errors import ConfigError, SettingsError
 from realign.functional import score_moments
 from realign.settings import Count, Range, Settings
 
-LABEL_ROWS = 1024
+_LABEL_ROWS = 1024
 """Rows of the training data per batch when reading labels."""
 
 
@@ -116,8 +116,8 @@ class RewardCalibration(Settings):
             return 0.0, 1.0
         if dataset.size is None:
             raise ConfigError("data.streaming=true: the calibration reads the labels of all rows. Set streaming=false.")
-        starts = range(0, len(dataset), LABEL_ROWS)
-        parts = [range(start, min(start + LABEL_ROWS, len(dataset))) for start in starts]
+        starts = range(0, len(dataset), _LABEL_ROWS)
+        parts = [range(start, min(start + _LABEL_ROWS, len(dataset))) for start in starts]
         labels = [dataset.sample([(0, row) for row in rows])["labels"] for rows in parts]
         return interface.label_scale(torch.cat(labels))
 

@@ -42,7 +42,7 @@ class Scored:
     ending: str = ""
     """Suffix of the metric names, which names the value of a swept setting; empty for the configured settings."""
     per_sequence: Mapping[str, Tensor] = field(default_factory=dict)
-    """[S] values by metric, in addition to `sequence_values`. NaN is a missing value."""
+    """[S] values by metric, in addition to `_sequence_values`. NaN is a missing value."""
     per_prompt: Mapping[str, Tensor] = field(default_factory=dict)
     """[G] values by metric, NaN for prompts without a value."""
 
@@ -138,7 +138,7 @@ class StandardErrors:
     def add(self, scored: Scored) -> None:
         """Add a batch."""
         group_S, prompts = scored.batch.group_index(), len(scored.batch)
-        values = [(name, x_S, group_S) for name, x_S in sequence_values(scored.batch).items()]
+        values = [(name, x_S, group_S) for name, x_S in _sequence_values(scored.batch).items()]
         values += [(name, x_S, group_S) for name, x_S in scored.per_sequence.items()]
         values += [(name, x_G, torch.arange(prompts)) for name, x_G in scored.per_prompt.items()]
         for name, x, group in values:
@@ -166,7 +166,7 @@ def named_metrics(keys: Iterable[str]) -> list[str]:
     return [f"{key}/{what}" for key in sorted(keys) for what in ("mean", "std")]
 
 
-def sequence_values(batch: SequenceSample) -> dict[str, Tensor]:
+def _sequence_values(batch: SequenceSample) -> dict[str, Tensor]:
     """Return the values [S] whose means are metrics, for the keys that the batch contains.
 
     The unit is the episode: its first sequence has the value, and further ones, which agents make, have NaN. Every
@@ -191,11 +191,11 @@ def sequence_values(batch: SequenceSample) -> dict[str, Tensor]:
             values[f"{key}/mean"] = torch.where(named_S.isfinite(), named_S, torch.nan)
     if "prompt_mask" in batch:
         response_S = segment_sum((~batch["prompt_mask"]).float(), batch.cu_seqlens())
-        values["response_tokens"] = of_episodes(batch, response_S)
+        values["response_tokens"] = _of_episodes(batch, response_S)
     if "truncated" in batch:
-        values["truncated_fraction"] = of_episodes(batch, batch["truncated"].float()).clamp(max=1)
+        values["truncated_fraction"] = _of_episodes(batch, batch["truncated"].float()).clamp(max=1)
     if "turns" in batch:
-        values["turns"] = of_episodes(batch, batch["turns"].float())
+        values["turns"] = _of_episodes(batch, batch["turns"].float())
     if "failure" in batch:
         values |= {name: (batch["failure"] == i).float() for i, name in enumerate(FAILURES, 1)}
     return {
@@ -254,7 +254,7 @@ def group_values(
     return dict(zip(names, values, strict=True))
 
 
-def of_episodes(batch: SequenceSample, x_S: Tensor) -> Tensor:
+def _of_episodes(batch: SequenceSample, x_S: Tensor) -> Tensor:
     """Return [S] the sum of `x_S` over the sequences of each one's episode."""
     if EPISODE not in batch:
         return x_S
@@ -263,11 +263,11 @@ def of_episodes(batch: SequenceSample, x_S: Tensor) -> Tensor:
 
 
 def sequence_stats(batch: SequenceSample) -> Stats:
-    """Return metrics of sampled sequences: the means of `sequence_values` over the episodes with a value.
+    """Return metrics of sampled sequences: the means of `_sequence_values` over the episodes with a value.
 
     `rewards/<name>/std` is the population standard deviation of a named reward.
     """
-    values = sequence_values(batch)
+    values = _sequence_values(batch)
     stats: Stats = {name: _mean(x_S) for name, x_S in values.items()}
     if "input_ids" in batch:
         for key in named_rewards(batch):

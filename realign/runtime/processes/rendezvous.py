@@ -35,17 +35,17 @@ START = timedelta(minutes=10)
 """Time to wait for all ranks to start. Machines may start one after the other."""
 MARGIN = timedelta(minutes=1)
 """Added to the time limit of a call to get the timeout of collectives, so that the watchdog reports first."""
-GONE = timedelta(seconds=30)
+_GONE = timedelta(seconds=30)
 """Time that rank 0 waits for the other ranks to leave."""
 TEXT = "text"
 """Key of the store: the text that rank 0 sends, see `Rendezvous.broadcast`."""
-ATTEMPT = "attempt"
+_ATTEMPT = "attempt"
 """Key of the store: a random id of this attempt of the run, the same on all ranks."""
 NEARBY = timedelta(seconds=60)
 """The same for ranks at a loopback address that torchrun didn't start: all of them are on this machine."""
 PATIENCE_S = 10.0
 """Seconds after which a wait for ranks is announced."""
-ASK_S = 0.1
+_ASK_S = 0.1
 ANSWER_S = 10.0
 """Timeout of one connection attempt, in seconds."""
 
@@ -69,7 +69,7 @@ class Rendezvous:
         # differs between two processes that were started with the same rank, which `compare_versions` notices by it
         self._token = secrets.token_hex(8)
         # whoever comes first sets the id of the attempt, and all others read it
-        self.attempt = self._store.compare_set(ATTEMPT, "", self._token).decode()
+        self.attempt = self._store.compare_set(_ATTEMPT, "", self._token).decode()
 
     def compare_versions(self) -> None:
         """Publish the versions of this process. Rank 0 waits for the versions of all ranks, and compares them.
@@ -113,7 +113,7 @@ class Rendezvous:
         try:
             while not self._store.check([TEXT]):
                 self.watch.exit_if_ended()
-                time.sleep(ASK_S)
+                time.sleep(_ASK_S)
             return self._store.get(TEXT).decode()
         except RuntimeError as error:  # rank 0 hosted the store, and has left
             self.watch.exit_if_ended()
@@ -128,7 +128,7 @@ class Rendezvous:
             self._store.set(f"left/{self.ranks.rank}", "")
             return
         with suppress(RuntimeError):  # a missing rank ends by its own error
-            self._store.wait([f"left/{rank}" for rank in range(1, self.ranks.size)], GONE)
+            self._store.wait([f"left/{rank}" for rank in range(1, self.ranks.size)], _GONE)
 
     @contextmanager
     def process_group(self, minutes: float) -> Iterator[None]:
@@ -244,7 +244,7 @@ class _Wait:
         if self._silent and seconds > PATIENCE_S:
             self._silent = False
             write_stderr(f"waiting for {waits_for}, up to {self.limit}. {self.cure}\n")
-        time.sleep(ASK_S)
+        time.sleep(_ASK_S)
         return seconds > self._seconds
 
 

@@ -30,7 +30,7 @@ from realign.signals import raise_in_main_thread
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
-WORKERS_FIRST_S = 60.0
+_WORKERS_FIRST_S = 60.0
 """Seconds that a call with runtime=ray may exceed its limit, since the report of the worker group names the rank."""
 POLL_S = 0.5
 """Seconds between two looks of a rank into the store."""
@@ -42,7 +42,7 @@ ENDED = "ended"
 """Key of the store: the first rank that exited, and its exit code."""
 LOST = re.compile(r"Connection (closed|reset) by peer|[Rr]emote process exited")
 """Matches the errors of gloo and NCCL for a lost rank."""
-LATE = re.compile(
+_LATE = re.compile(
     r"Timed out waiting \d+ ?ms|Timed out after \d+ seconds|[Ww]ait timeout|Socket Timeout|collective operation timeout"
 )
 """Matches the errors of torch for a rank that did not join a collective in time."""
@@ -181,7 +181,7 @@ class Watch:
 def watch_for(runtime: RuntimeSpec) -> Watch:
     """Return the watch of a run without torchrun. It ends the run only if a time limit is set."""
     ends = runtime.rpc_timeout_minutes is not None
-    return Watch(runtime.call_minutes, ends=ends, extra_s=WORKERS_FIRST_S if runtime.starts_workers else 0.0)
+    return Watch(runtime.call_minutes, ends=ends, extra_s=_WORKERS_FIRST_S if runtime.starts_workers else 0.0)
 
 
 class RankWatch(Watch):
@@ -279,7 +279,7 @@ class RankWatch(Watch):
         where = f", in {self._failed_in.what}" if self._failed_in is not None else ""
         if LOST.search(str(error)):
             message = f"lost another rank, which was killed or whose machine failed{where}."
-        elif LATE.search(str(error)):
+        elif _LATE.search(str(error)):
             message = f"waited too long for another rank{where} ({str(error).splitlines()[0]})."
         else:
             return error

@@ -23,12 +23,12 @@ LOOPBACK = "127.0.0.2" if sys.platform == "linux" else "127.0.0.1"
 TOKEN = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 ANSWER_S = 10.0
 """Timeout in seconds of a connection attempt to a cluster address."""
-OBJECT_STORE_BYTES = 2**30
+_OBJECT_STORE_BYTES = 2**30
 """Maximum object store size of the private cluster in bytes, limited to half of the free shared memory.
 
 Ray spills objects that do not fit to disk.
 """
-QUIET: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
+_QUIET: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
 
 
 @contextmanager
@@ -61,14 +61,14 @@ def _start(processes: int) -> None:
         include_dashboard=False,
         object_store_memory=_store_bytes(),
         _node_ip_address=LOOPBACK,
-        **QUIET,
+        **_QUIET,
     )
 
 
 def _join(address: str) -> None:
     check_answers(address)
     try:
-        ray.init(address=address, **QUIET)
+        ray.init(address=address, **_QUIET)
     except (ConnectionError, RuntimeError, ValueError) as error:
         first = str(error).strip().splitlines()[0]
         raise TransientError(
@@ -136,8 +136,8 @@ def check_answers(address: str) -> None:
 
 def _store_bytes() -> int:
     shared = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None
-    room = shared.f_bavail * shared.f_frsize // 2 if shared else OBJECT_STORE_BYTES
-    return max(80 * 2**20, min(OBJECT_STORE_BYTES, room))  # Ray's own minimum is 75 MiB
+    room = shared.f_bavail * shared.f_frsize // 2 if shared else _OBJECT_STORE_BYTES
+    return max(80 * 2**20, min(_OBJECT_STORE_BYTES, room))  # Ray's own minimum is 75 MiB
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Worker processes: `RayWorker` answers calls in each of them, and `WorkerGroup` is the driver's handle to them.
+"""Worker processes: `_RayWorker` answers calls in each of them, and `WorkerGroup` is the driver's handle to them.
 
 A call is answered with a `Reply`, which contains the error of a call that failed.
 """
@@ -92,7 +92,7 @@ class Reply:
     warned: list[Warned] = field(default_factory=list)
 
 
-class RayWorker:
+class _RayWorker:
     """One rank of a group, in a separate process.
 
     Every method except `pid`, `software` and `rendezvous_address` returns a `Reply`.
@@ -245,7 +245,7 @@ def counting_hops(name: str) -> Iterator[Hops]:
         _CURRENT.reset(token)
 
 
-def current_hops() -> Hops | None:
+def _current_hops() -> Hops | None:
     """Return the RPC overhead record of the current call; None outside of a call."""
     return _CURRENT.get()
 
@@ -276,7 +276,7 @@ class WorkerGroup:
         self._ended_by: BaseException | None = None
         self.pids: list[int] = []
         """Process ids of the ranks; empty before `ready`."""
-        actor = ray.remote(RayWorker)
+        actor = ray.remote(_RayWorker)
         self._workers: list[Any] = [
             actor.options(
                 num_cpus=1,
@@ -358,7 +358,7 @@ class WorkerGroup:
             refs = [worker.ask.remote(role, verb, x, pickled) for worker, x in zip(asked, to_each, strict=True)]
             replies = self._replies(refs, f"{role}: {verb}", parts, first=only or 0)
         values = [from_wire(reply.value) for reply in replies]
-        if (hops := current_hops()) is not None:
+        if (hops := _current_hops()) is not None:
             # the slowest rank determines how long the call had to take
             hops.seconds += time.perf_counter() - started - max(reply.seconds for reply in replies)
         return values
@@ -393,7 +393,7 @@ class WorkerGroup:
         pending, deadline = list(refs), time.monotonic() + self._limit_s
         try:
             while pending:
-                left = None if current_hops() is None else max(0.0, deadline - time.monotonic())
+                left = None if _current_hops() is None else max(0.0, deadline - time.monotonic())
                 done, pending = ray.wait(pending, timeout=left)
                 if not done:
                     raise self._hang(what, [rank_of[ref] for ref in pending], parts)
@@ -449,7 +449,7 @@ class WorkerGroup:
         )
 
     def _where(self, what: str, rank: int | None = None) -> str:
-        hops = current_hops()
+        hops = _current_hops()
         return (f"RPC {hops.name!r}, " if hops is not None else "") + self._workers_of(what, rank)
 
     def _workers_of(self, what: str, rank: int | None) -> str:

@@ -72,7 +72,7 @@ class SamplingEngine(SharedEngine):
         return self._sampler.generate(data, config, seed=seed)
 
 
-class AsyncDynamicSampling:
+class _AsyncDynamicSampling:
     """Filters scored prompts, and counts them between steps."""
 
     def __init__(self, sampling: DynamicSampling, prompts_at_once: int, batch_prompts: int) -> None:
@@ -118,7 +118,7 @@ class AsyncDynamicSampling:
 
 MOST_CALLS = 256
 """Maximum number of threads; with more running prompts, each call processes several prompts."""
-LISTEN_S = 1.0
+_LISTEN_S = 1.0
 """Timeout in seconds of each wait, so that Python can handle signals between waits."""
 END_S = 5.0
 """Seconds to wait for running calls when the run ends."""
@@ -173,9 +173,9 @@ class RolloutAhead:
         # max_staleness=0: one call for the batch, as in synchronous rollout, so that the results have the same bits
         self._together = batch_prompts == under_way
         self._prompts_per_call = under_way if self._together else -(-under_way // MOST_CALLS)
-        self._refill: AsyncDynamicSampling | None = None
+        self._refill: _AsyncDynamicSampling | None = None
         if dynamic_sampling is not None:
-            self._refill = AsyncDynamicSampling(dynamic_sampling, prompts.batch_prompts, batch_prompts)
+            self._refill = _AsyncDynamicSampling(dynamic_sampling, prompts.batch_prompts, batch_prompts)
         parts = max(1, batch_prompts // self._prompts_per_call)
         self._tallies = {rpc.name: Tally(parts) for rpc in self._leading}
         # by owner: roles that share a model share its engine
@@ -217,7 +217,7 @@ class RolloutAhead:
         with self._changed:
             self._begin()
             while (batch := self._choose(best)) is None and self._error is None:
-                self._changed.wait(LISTEN_S)
+                self._changed.wait(_LISTEN_S)
             if batch is None:
                 assert self._error is not None
                 raise self._error

@@ -1,6 +1,6 @@
 """`StreamingEngine`: the in-process sampler of asynchronous rollouts, whose weights can change while it samples.
 
-Callers wait in their own threads, or keep handles. A `DecodingLoop` decodes the sequences of all callers together.
+Callers wait in their own threads, or keep handles. A `_DecodingLoop` decodes the sequences of all callers together.
 Calls that are pending at the same time, with the same sampling settings, share a `Stream`. New weights take effect
 between two decode steps. Unfinished responses continue under the new weights (interruptible generation,
 arXiv:2505.24298). Every token carries the version of the weights that sampled it.
@@ -68,7 +68,7 @@ class StreamingEngine:
         if engine.capabilities().encoder_decoder:
             raise ConfigError(f"models.{name}: encoder-decoder models cannot sample asynchronously. Set rollout=sync.")
         self.engine = engine
-        self.loop = DecodingLoop(name, engine, version=version, recompute=recompute)
+        self.loop = _DecodingLoop(name, engine, version=version, recompute=recompute)
 
     @property
     def version(self) -> int:
@@ -79,12 +79,12 @@ class StreamingEngine:
         """See `Sampler.capabilities`."""
         return replace(IN_PROCESS, abort=True)
 
-    def submit(self, request: Request) -> StreamingHandle:
+    def submit(self, request: Request) -> _StreamingHandle:
         """See `Sampler.submit`. Each request prefills its prompt; `generate` shares the prefill between responses."""
         prompt = SequenceSample.from_sequences([request.id], {PROMPTS: [[request.prompt_ids]]})
         # the key that this response has in a `generate` of the whole group: both draw with the same numbers
         keys_S = response_keys(request.seed, [request.id], request.response_index + 1)[-1:]
-        return StreamingHandle(request, self.loop, self._add(prompt, keys_S, request.config))
+        return _StreamingHandle(request, self.loop, self._add(prompt, keys_S, request.config))
 
     def _add(self, data: SequenceSample, keys_S: Tensor, config: GenerationConfig) -> SamplingCall:
         """Validate the prompts and queue a call for the loop."""
@@ -148,10 +148,10 @@ class StreamingEngine:
         self.loop.close()
 
 
-class StreamingHandle:
+class _StreamingHandle:
     """Handle of one response of a `StreamingEngine`. Implements `realign.api.sampler.Handle`."""
 
-    def __init__(self, request: Request, loop: DecodingLoop, call: SamplingCall) -> None:
+    def __init__(self, request: Request, loop: _DecodingLoop, call: SamplingCall) -> None:
         """Wrap a call that has exactly one sequence."""
         self.request = request
         self._loop = loop
@@ -195,7 +195,7 @@ class StreamingHandle:
         return self._loop.cancel(self._call)
 
 
-class DecodingLoop:
+class _DecodingLoop:
     """Decodes calls with one engine in a dedicated thread, until `close` or an error.
 
     On CUDA it has its own stream, so that its kernels don't queue behind those of training in the same process. Callers
@@ -510,7 +510,7 @@ class SamplingCall:
     """Rows of the rollout's responses; None if the call has not started."""
     left: int = 0
     """Number of unfinished sequences."""
-    result: Future[Taken] = field(default_factory=Future)
+    result: Future[_Taken] = field(default_factory=Future)
     last_tokens: tuple[Tensor, Tensor, Tensor] | None = None
     """Tokens, log-probs and versions of a canceled response."""
 
@@ -570,7 +570,7 @@ class Stream(Rollout):
         later_BN = torch.arange(self.versions.shape[1], device=self.device) >= counts_B[:, None]
         self.versions[sequences_B] = self.versions[sequences_B].masked_fill(later_BN, self.version)
 
-    def take(self, sequences_S: Tensor) -> Taken:
+    def take(self, sequences_S: Tensor) -> _Taken:
         """Return finished sequences, and release their rows."""
         # indexing with a tensor copies, so the rows can be released below
         responses = Responses(*(x[sequences_S] for x in self.responses))
@@ -578,7 +578,7 @@ class Stream(Rollout):
         if self.experts is not None:
             experts = self.experts.of(sequences_S.tolist(), responses.lengths.tolist())
         masks = [] if self.masks is None else self.masks.of(sequences_S.tolist())
-        taken = Taken(responses, self.versions[sequences_S], experts, masks)
+        taken = _Taken(responses, self.versions[sequences_S], experts, masks)
         self._forget(sequences_S.tolist())
         return taken
 
@@ -669,7 +669,7 @@ class Stream(Rollout):
             first = last
 
 
-class Taken(NamedTuple):
+class _Taken(NamedTuple):
     """Finished sequences, in the order of the call."""
 
     responses: Responses

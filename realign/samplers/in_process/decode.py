@@ -46,7 +46,7 @@ LOGIT_ELEMENTS = 2**26
 SYNC_EVERY = 8
 """Decode steps between two host synchronizations on an accelerator, if `sync_every` is null. It is 1 on a CPU."""
 
-AT_ONCE = 16
+_AT_ONCE = 16
 """Random numbers generated at a time for each row."""
 
 
@@ -70,7 +70,7 @@ class RowEntry(IntEnum):
     KEY = 5
     """Key of the random numbers."""
     NUMBERS = 6
-    """The first of `AT_ONCE` random numbers, as the bits of fp64."""
+    """The first of `_AT_ONCE` random numbers, as the bits of fp64."""
 
 
 class Rollout:
@@ -102,11 +102,11 @@ class Rollout:
         self.config = config
         self.stopping = stopping
         self.device = head.weight_VH.device
-        self.responses = empty_responses(0, config.max_new_tokens, self.device)
+        self.responses = _empty_responses(0, config.max_new_tokens, self.device)
         width = decoder.record_width
         self.experts = ExpertRecord(width, config.max_new_tokens, self.device) if width else None
         self.masks = MaskRecord() if config.sampling_replay else None
-        self.waiting = WaitingQueue()
+        self.waiting = _WaitingQueue()
         self.active = 0
         self.slots = 0
         self.sampling = sampling
@@ -119,9 +119,9 @@ class Rollout:
         """Finished sequences, as rows of `responses`."""
         self.cache: SlotCache | None = None
         self.longest = 0
-        self.rows = torch.zeros(RowEntry.NUMBERS + AT_ONCE, 0, dtype=torch.int64, device=self.device)
+        self.rows = torch.zeros(RowEntry.NUMBERS + _AT_ONCE, 0, dtype=torch.int64, device=self.device)
         """[entries, slots] int64: column b describes row b, see `RowEntry`."""
-        self.numbers_used = AT_ONCE
+        self.numbers_used = _AT_ONCE
         self._texts: dict[int, PromptInput] = {}
         """Prompt of each sequence."""
         self._cache_limit: int | None = None
@@ -151,7 +151,7 @@ class Rollout:
     def _new_rows(self, count: int) -> list[int]:
         """Append rows to `responses`, and return their indices."""
         first = len(self.responses.lengths)
-        more = empty_responses(count, self.config.max_new_tokens, self.device)
+        more = _empty_responses(count, self.config.max_new_tokens, self.device)
         self.responses = Responses(*(torch.cat(pair) for pair in zip(self.responses, more, strict=True)))
         if self.experts is not None:
             self.experts.grow(count)
@@ -222,7 +222,7 @@ class Rollout:
         rows[RowEntry.SEQUENCE] = torch.cat(sequences)
         rows[RowEntry.CELL] = rows[RowEntry.SEQUENCE] * self.config.max_new_tokens + rows[RowEntry.COUNT]
         rows[RowEntry.KEY] = torch.cat(keys)
-        self.numbers_used = AT_ONCE  # the numbers drawn ahead lack these rows
+        self.numbers_used = _AT_ONCE  # the numbers drawn ahead lack these rows
         self._begin_sequences(rows[RowEntry.SEQUENCE], rows[RowEntry.COUNT])
         self._record(torch.cat(hidden), start)
         self._retire_ended(start)  # the first token may be a stop token, and a decode step would write after it
@@ -338,14 +338,14 @@ class Rollout:
     def _uniforms(self, counts_B: Tensor) -> Tensor:
         """Return a uniform number for the next token of each of the last B active rows, [B] fp64.
 
-        All rows advance by one token per step, so numbers for `AT_ONCE` steps are generated together.
+        All rows advance by one token per step, so numbers for `_AT_ONCE` steps are generated together.
         """
         if len(counts_B) < self.active:  # sequences that have just started; the others are ahead
             return uniforms(self._entry(RowEntry.KEY)[self.active - len(counts_B) :], counts_B, 1)[0]
         # in `rows`, so that numbers drawn ahead move with their row
         numbers = self.rows[RowEntry.NUMBERS :, : self.active]
-        if self.numbers_used == AT_ONCE:
-            numbers.copy_(uniforms(self._entry(RowEntry.KEY), counts_B, AT_ONCE).view(torch.int64))
+        if self.numbers_used == _AT_ONCE:
+            numbers.copy_(uniforms(self._entry(RowEntry.KEY), counts_B, _AT_ONCE).view(torch.int64))
             self.numbers_used = 0
         self.numbers_used += 1
         return numbers[self.numbers_used - 1].view(torch.float64)
@@ -381,7 +381,7 @@ def cache_bytes(device: torch.device, fraction: float, free: int | None = None) 
     return int(fraction * (free_bytes(device) if free is None else free))
 
 
-class WaitingQueue:
+class _WaitingQueue:
     """Responses that have not started, grouped by prompt, in first-in, first-out order. Its length counts responses."""
 
     def __init__(self) -> None:
@@ -419,12 +419,12 @@ class WaitingQueue:
     def _prompt_of(self, sequence: int) -> _Prompt:
         return next(p for p in self._prompts if sequence in p.sequences.tolist())
 
-    def begin(self, most: int) -> StartedResponses | None:
+    def begin(self, most: int) -> _StartedResponses | None:
         """Remove and return up to `most` responses of the first prompt; None if that has not been prefilled."""
         if not self._prompts or (read := self._prompts[0].read) is None:
             return None
         prompt = self._prompts[0]
-        started = StartedResponses(read, len(prompt.text), prompt.sequences[:most], prompt.keys[:most], prompt.sampled)
+        started = _StartedResponses(read, len(prompt.text), prompt.sequences[:most], prompt.keys[:most], prompt.sampled)
         self._keep(prompt, prompt.sequences[most:], prompt.keys[most:])
         return started
 
@@ -462,7 +462,7 @@ class WaitingQueue:
         if decoder.record_width:
             chosen = decoder.chosen_NW.split([len(prompt.text) for prompt in new])
         for prompt, *read in zip(new, states, last_hidden, chosen, strict=True):
-            prompt.read = Prefilled(*read)
+            prompt.read = _Prefilled(*read)
 
     def prefilled_state(self) -> Any:
         """Return the state of a prompt that has been prefilled."""
@@ -476,19 +476,19 @@ class WaitingQueue:
 
 @dataclass(eq=False)
 class _Prompt:
-    """A prompt with responses that have not started; see `StartedResponses` for the fields."""
+    """A prompt with responses that have not started; see `_StartedResponses` for the fields."""
 
     text: PromptInput
     sequences: Tensor
     keys: Tensor
-    read: Prefilled | None = None
+    read: _Prefilled | None = None
     sampled: int = 0
 
 
-class StartedResponses(NamedTuple):
+class _StartedResponses(NamedTuple):
     """Responses of one prompt that leave the queue."""
 
-    read: Prefilled
+    read: _Prefilled
     length: int
     """Number of prompt tokens."""
     sequences: Tensor
@@ -499,7 +499,7 @@ class StartedResponses(NamedTuple):
     """Number of tokens that were sampled before; not 0 for a response that was interrupted."""
 
 
-class Prefilled(NamedTuple):
+class _Prefilled(NamedTuple):
     """Prefill result of a prompt."""
 
     state: Any
@@ -523,7 +523,7 @@ class Responses(NamedTuple):
     """[S] bool."""
 
 
-def empty_responses(count: int, tokens: int, device: torch.device) -> Responses:
+def _empty_responses(count: int, tokens: int, device: torch.device) -> Responses:
     """Allocate `count` empty responses of up to `tokens` tokens."""
     return Responses(
         torch.zeros(count, tokens, dtype=torch.int64, device=device),

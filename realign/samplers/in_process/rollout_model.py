@@ -29,7 +29,7 @@ from realign.samplers.in_process.settings import InProcessSampling
 SMALL_PRODUCT = 2**23
 """Multiply-adds up to which one core computes a matrix product as fast as two (measured on 2 cores with MKL)."""
 
-READING = 13
+_READING = 13
 """Multiply-adds that take as long as reading one weight, the dominant cost of a product with one row."""
 
 
@@ -146,7 +146,7 @@ class Cores:
             return trunk
 
         def thrifty(ids_N: Tensor, positions_N: Tensor, context: AttentionContext) -> Tensor:
-            self._set(1 if self._mean * (len(ids_N) + READING) <= SMALL_PRODUCT else self._threads)
+            self._set(1 if self._mean * (len(ids_N) + _READING) <= SMALL_PRODUCT else self._threads)
             return trunk(ids_N, positions_N, context)
 
         return thrifty

@@ -62,7 +62,7 @@ class Delivery:
         self._updates = 0
         self.version = 0
         self.weights = weights
-        self.words = vocabulary_size(self.start_folder)
+        self.words = _vocabulary_size(self.start_folder)
 
     @property
     def label(self) -> str:
@@ -304,7 +304,7 @@ def reason_of(error: BaseException) -> str:
     return str(error) or type(error).__name__
 
 
-def vocabulary_size(folder: Path) -> int:
+def _vocabulary_size(folder: Path) -> int:
     """Return the number of tokens that the model of a folder can sample; the largest integer if it does not say."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))

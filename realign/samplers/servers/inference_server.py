@@ -79,7 +79,7 @@ class Server:
         """How often requests took the server out of use since one was completed."""
         self.sampled: Sampled | None = None
         """Response to the start of the probe under the current weights, until it is compared with the trainer."""
-        self._process: LaunchedServer | None = None
+        self._process: _LaunchedServer | None = None
         self._starts = 0
         self._calls: set[asyncio.Task[Any]] = set()
         self.http: Any = None
@@ -123,7 +123,7 @@ class Server:
         port = free_port()
         command = self._settings.command_line("launch", model, port, rank)
         self.url = f"http://127.0.0.1:{port}"
-        self._process = LaunchedServer(command, self._settings.server_variables(self._index), self._log)
+        self._process = _LaunchedServer(command, self._settings.server_variables(self._index), self._log)
         self._starts += 1
         # The port is another one now, and nothing that the last process said or had is true of this one.
         if self.http is not None:
@@ -200,7 +200,7 @@ class Server:
             await asyncio.to_thread(self._process.stop)
 
 
-class LaunchedServer:
+class _LaunchedServer:
     """A server process. It ends when this process ends, also by SIGKILL; see `guard`."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:

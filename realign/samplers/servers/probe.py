@@ -17,12 +17,12 @@ from realign.api.engine import Scores
 from realign.api.sample import SequenceSample
 from realign.errors import ConfigError
 
-LARGEST_FIRST = 0.5
+_LARGEST_FIRST = 0.5
 """Largest valid mean difference of the first weights, in nats. bfloat16 differs by some hundredths."""
-GROWTH = 4.0
+_GROWTH = 4.0
 """How much larger the mean difference of later weights may be than that of the first ones."""
 
-LARGEST_SAMPLED = 1.0
+_LARGEST_SAMPLED = 1.0
 """Largest valid mean difference over a sampled response, in nats. Other kernels, bfloat16, quantized weights and other
 choices of experts stay far below it; wrong tokens or log-probs of the wrong distribution differ by several nats."""
 PROMPT_TOKENS = 8
@@ -90,12 +90,12 @@ class Probe:
         if first:
             # Servers round differently. The largest difference sets the limit of all.
             self._first = max(self._first, gap)
-            if not gap <= LARGEST_FIRST:  # also if it is NaN
+            if not gap <= _LARGEST_FIRST:  # also if it is NaN
                 raise ConfigError(
                     f"{where} computes other log-probs than the trainer: the mean difference is {gap:.2g} nats. Check "
                     "that it runs the same model and dtype."
                 )
-        limit = self._tolerance + GROWTH * self._first
+        limit = self._tolerance + _GROWTH * self._first
         if not gap <= limit:
             raise ConfigError(
                 f"{where} does not have the weights that it was given: its log-probs differ from those of the trainer "
@@ -116,10 +116,10 @@ class Probe:
         for out, logprobs in zip(sampled, _score(source, [out.ids for out in sampled]), strict=True):
             own = logprobs[-len(out.logprobs) :]
             gap = sum(abs(a - b) for a, b in zip(own, out.logprobs, strict=True)) / len(own)
-            if not gap <= LARGEST_SAMPLED:
+            if not gap <= _LARGEST_SAMPLED:
                 raise ConfigError(
                     f"{out.where} does not return what it samples: the log-probs that it reported for a response "
-                    f"differ from those of the trainer by {gap:.2g} nats on average, at most {LARGEST_SAMPLED:g} is "
+                    f"differ from those of the trainer by {gap:.2g} nats on average, at most {_LARGEST_SAMPLED:g} is "
                     "valid. Its token ids or log-probs are wrong. Use another version of the server, or set "
                     "probe_tolerance=null to train without this check."
                 )

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from httpx2 import AsyncClient
 
 LARGEST_ANSWER = 4 * 2**20
-BYTES_PER_TOKEN = 1000
+_BYTES_PER_TOKEN = 1000
 """An answer may have `LARGEST_ANSWER` bytes, and these for each token of its prompt and its response. Larger ones could
 fill the memory of the run, since hundreds of requests wait for theirs. vLLM sends about 100 bytes per token."""
 _SHOWN = 300
@@ -264,7 +264,7 @@ async def post(
         Unavailable: the server did not answer in time, its answer is too large, or it failed.
         Refused: the server rejects the request.
     """
-    return await _answer(http, "POST", path, body, params, LARGEST_ANSWER + BYTES_PER_TOKEN * tokens, text)
+    return await _answer(http, "POST", path, body, params, LARGEST_ANSWER + _BYTES_PER_TOKEN * tokens, text)
 
 
 async def get(http: AsyncClient, path: str, params: Mapping[str, Any] | None = None) -> Any:

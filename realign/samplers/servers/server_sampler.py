@@ -71,7 +71,7 @@ class _Response:
         self.kept += part.kept
 
 
-class ServerSampler:
+class _ServerSampler:
     """Implements `realign.api.Sampler`. One thread runs an event loop with all requests."""
 
     def __init__(
@@ -106,9 +106,9 @@ class ServerSampler:
         self._folders, self._probe = folders, probe
         self._folders.dtype = _DTYPES.get(settings.launch_dtype() or "")
         self._updates = 0
-        rank = check_adapter(self._setting, settings, source)
+        rank = _check_adapter(self._setting, settings, source)
         base = None if rank is None else BaseModel(folders.root / BASE, rank)
-        weights, probed = write_update(settings, source, folders, probe, 0)
+        weights, probed = _write_update(settings, source, folders, probe, 0)
         probe.expect(probed)
         self._delivery = Delivery(self._setting, settings, probe, weights, base)
         self._pool = ServerPool(self._setting, settings, self._delivery, self._folders.root, self._end)
@@ -164,7 +164,7 @@ class ServerSampler:
         self._updates += 1
         self._learn_dtype()
         try:
-            weights, probed = write_update(self._settings, source, self._folders, self._probe, self._updates)
+            weights, probed = _write_update(self._settings, source, self._folders, self._probe, self._updates)
         except TransientError as error:
             self._wait(self._pool.give_up(error))
             return
@@ -335,7 +335,7 @@ class ServerSampler:
         await self._pool.close()
 
 
-def check_adapter(where: str, settings: ServerSettings, source: WeightSource) -> int | None:
+def _check_adapter(where: str, settings: ServerSettings, source: WeightSource) -> int | None:
     """Return the rank of the LoRA adapters that servers get alone; None if they get the weights of the whole model.
 
     Raises:
@@ -351,7 +351,7 @@ def check_adapter(where: str, settings: ServerSettings, source: WeightSource) ->
     return source.adapter_rank
 
 
-def write_update(
+def _write_update(
     settings: ServerSettings, source: WeightSource, folders: WeightFolders, probe: Probe, number: int
 ) -> tuple[Weights, list[float]]:
     """Write what servers get in an update, and return it and what the probe measured; all ranks call it."""
@@ -398,7 +398,7 @@ def _fail(handle: FutureHandle, error: BaseException) -> None:
         handle.future.set_exception(error)
 
 
-class RankedSampler:
+class _RankedSampler:
     """Implements `realign.api.Sampler` on several ranks. All ranks call `generate` and `update`, in the same order."""
 
     def __init__(
@@ -408,7 +408,7 @@ class RankedSampler:
         source: WeightSource,
         folders: WeightFolders,
         probe: Probe,
-        open: Callable[[], ServerSampler],
+        open: Callable[[], _ServerSampler],
     ) -> None:
         """Open the sampler on rank 0, while the other ranks help it to write the weights of `source`.
 
@@ -423,7 +423,7 @@ class RankedSampler:
         self._ranks, self._settings, self._folders, self._probe = ranks, settings, folders, probe
         self._source, self._version = source, 0
         self._updates = 0
-        self._own: ServerSampler | None = ranks.together(lambda: open() if ranks.leader else self._follow(source))
+        self._own: _ServerSampler | None = ranks.together(lambda: open() if ranks.leader else self._follow(source))
         try:
             self._check_sampled()
         except BaseException:
@@ -431,9 +431,9 @@ class RankedSampler:
             raise
 
     def _follow(self, source: WeightSource) -> None:
-        """Take part in what `ServerSampler` does with the weights."""
+        """Take part in what `_ServerSampler` does with the weights."""
         with suppress(TransientError):  # rank 0 has it too, and its next call that samples says so
-            write_update(self._settings, source, self._folders, self._probe, self._updates)
+            _write_update(self._settings, source, self._folders, self._probe, self._updates)
 
     @property
     def version(self) -> int:
@@ -498,13 +498,13 @@ class RankedSampler:
         """See `SharedByRanks`. Its `update` stays a call of all ranks."""
         return self if self._own is None else self._own
 
-    def _leader(self) -> ServerSampler:
+    def _leader(self) -> _ServerSampler:
         assert self._own is not None
         return self._own
 
 
 @runtime_checkable
-class KnowsModel(Protocol):
+class _KnowsModel(Protocol):
     """A source of weights that also knows their model, as an engine does."""
 
     def capabilities(self) -> EngineCapabilities:
@@ -525,15 +525,15 @@ class Servers(ServerSettings):
         Under torchrun, rank 0 does.
         """
         stop_ids = end_tokens(name, source, tokenizer)
-        check_adapter(f"models.{name}.sampler", self, source)
+        _check_adapter(f"models.{name}.sampler", self, source)
         ranks = current()
         folders = WeightFolders(self.weights_dir, ranks, untie=self.untie, deltas=self.updates is Updates.delta)
         words = 0 if tokenizer is None else len(tokenizer)  # type: ignore[arg-type]
         # 7919 is prime, so all tokens differ in a vocabulary of at least 48 whose size isn't a multiple of it.
         ids = [(i * 7919 + 11) % words for i in range(_PROBE_TOKENS)] if words else []
         probe = Probe(ids, self.probe_tolerance)
-        open_own = partial(ServerSampler, name, self, source, stop_ids, folders, probe, alone=ranks.size == 1)
-        return open_own() if ranks.size == 1 else RankedSampler(ranks, self, source, folders, probe, open_own)
+        open_own = partial(_ServerSampler, name, self, source, stop_ids, folders, probe, alone=ranks.size == 1)
+        return open_own() if ranks.size == 1 else _RankedSampler(ranks, self, source, folders, probe, open_own)
 
 
 def end_tokens(name: str, source: WeightSource, tokenizer: Any) -> tuple[int, ...]:
@@ -542,7 +542,7 @@ def end_tokens(name: str, source: WeightSource, tokenizer: Any) -> tuple[int, ..
     Raises:
         ConfigError: neither has any.
     """
-    if isinstance(source, KnowsModel) and (ids := source.capabilities().eos_token_ids):
+    if isinstance(source, _KnowsModel) and (ids := source.capabilities().eos_token_ids):
         return ids
     if (end := getattr(tokenizer, "eos_token_id", None)) is None:
         raise ConfigError(f"models.{name}: neither the engine nor the tokenizer has an end token, which servers need.")

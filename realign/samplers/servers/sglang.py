@@ -45,7 +45,7 @@ class SglangProtocol(ServerProtocol):
 
     @override
     async def sample(self, http: AsyncClient, ask: Ask) -> ResponsePart:
-        answer = await post(http, "/generate", generate_request(ask), tokens=ask.tokens)
+        answer = await post(http, "/generate", _generate_request(ask), tokens=ask.tokens)
         reason = item(answer, "meta_info", "finish_reason", "type")
         pairs = items(answer, "meta_info", "output_token_logprobs")
         label = answer["meta_info"].get("weight_version")
@@ -60,7 +60,7 @@ class SglangProtocol(ServerProtocol):
     @override
     async def score(self, http: AsyncClient, ids: Sequence[int], adapter: str | None = None) -> list[float]:
         ask = Ask(ids, GenerationConfig(max_new_tokens=1), (), 0, adapter=adapter)
-        body = generate_request(ask) | {"logprob_start_len": 0}
+        body = _generate_request(ask) | {"logprob_start_len": 0}
         answer = await post(http, "/generate", body, tokens=len(ids))
         rows = items(answer, "meta_info", "input_token_logprobs")
         # The first token has no log-prob.
@@ -135,7 +135,7 @@ async def _set_label(http: AsyncClient, label: str) -> None:
         raise Refused(f"POST /update_weight_version: {done.get('message')}")
 
 
-def generate_request(ask: Ask) -> dict[str, Any]:
+def _generate_request(ask: Ask) -> dict[str, Any]:
     """Return the body of a request of the native API."""
     sampling = sampling_settings(ask.config, ask.stop_ids) | {
         "max_new_tokens": ask.config.max_new_tokens,

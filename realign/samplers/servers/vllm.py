@@ -56,7 +56,7 @@ class VllmProtocol(ServerProtocol):
     @override
     async def sample(self, http: AsyncClient, ask: Ask) -> ResponsePart:
         answer = await post(
-            http, "/v1/completions", completion_request(ask), tokens=len(ask.ids) + ask.config.max_new_tokens
+            http, "/v1/completions", _completion_request(ask), tokens=len(ask.ids) + ask.config.max_new_tokens
         )
         choice = item(answer, "choices", 0)
         ids = item(choice, "token_ids")
@@ -66,7 +66,7 @@ class VllmProtocol(ServerProtocol):
     @override
     async def score(self, http: AsyncClient, ids: Sequence[int], adapter: str | None = None) -> list[float]:
         ask = Ask(ids, GenerationConfig(max_new_tokens=1), (), 0, adapter=adapter)
-        body = completion_request(ask) | {"logprobs": None, "prompt_logprobs": 0}
+        body = _completion_request(ask) | {"logprobs": None, "prompt_logprobs": 0}
         answer = await post(http, "/v1/completions", body, tokens=len(ids))
         rows = zip(ids, items(answer, "choices", 0, "prompt_logprobs"), strict=False)
         # The first token has no log-prob.
@@ -149,7 +149,7 @@ class VllmProtocol(ServerProtocol):
         return str(item(await get(http, "/weight_info"), "weight_version"))
 
 
-def completion_request(ask: Ask) -> dict[str, Any]:
+def _completion_request(ask: Ask) -> dict[str, Any]:
     """Return the body of a completion request. vLLM selects an adapter by the name of the model."""
     model = {} if ask.adapter is None else {"model": ask.adapter}
     return (

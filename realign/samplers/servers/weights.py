@@ -65,7 +65,7 @@ class HasAdapter(Protocol):
 
 
 @runtime_checkable
-class HasShards(Protocol):
+class _HasShards(Protocol):
     """A source of weights that can return those of this rank without gathering them."""
 
     def shards(self) -> Mapping[str, Tensor]:
@@ -154,7 +154,7 @@ class WeightFolders:
         folder = self.root / f"update_{number}"
         with _full_disk(folder):
             if self._has_shards:
-                assert isinstance(source, HasShards)
+                assert isinstance(source, _HasShards)
                 own = self._write_shards(folder, source.shards())
             else:
                 own = self._write_saved(folder, source)
@@ -343,7 +343,7 @@ def _are_saved(source: WeightSource, folder: Path) -> bool:
 
     They are not if saving renames, merges or splits weights, or if the folder is on another machine.
     """
-    if not isinstance(source, HasShards):
+    if not isinstance(source, _HasShards):
         return False
     shards, saved = source.shards(), map_folder(folder)
     return shards.keys() == saved.keys() and all(_equal(shards[name], x) for name, x in saved.items())

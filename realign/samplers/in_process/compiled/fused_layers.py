@@ -38,13 +38,13 @@ class Linear(NamedTuple):
         """Add the linear layer applied to `h` to `x` in place."""
         if self.bias is None and x.dtype == self.weight.dtype:
             return x.addmm_(h, self.weight.t())
-        if self.bias is None and adds_in_fp32(x.device, self.weight.dtype):
+        if self.bias is None and _adds_in_fp32(x.device, self.weight.dtype):
             return torch.addmm(x, h.to(self.weight.dtype), self.weight.t(), out_dtype=x.dtype, out=x)
         return x.add_(self(h))
 
 
 @cache
-def adds_in_fp32(device: torch.device, dtype: torch.dtype) -> bool:
+def _adds_in_fp32(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether one kernel adds a product in half precision to an fp32 matrix; such a sum is also more exact."""
     if device.type != "cuda":
         return False

@@ -43,17 +43,17 @@ logger = logging.getLogger(__name__)
 FAMILIES = frozenset({"llama", "mistral", "phi3", "qwen2", "qwen3"})
 """Values of `model_type` whose layers `fused_layers` implements."""
 
-ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
+_ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
 """Types of rotary positions that do not depend on the text length."""
 
 CPU_BYTES = 2**32
 """Memory limit for copies of weights on a CPU, in bytes. On an accelerator it is half of the free memory: the KV cache
 takes a part of the other half, and the passes of a rollout need the rest."""
 
-PROBE_LENGTHS = (9, 4, 14, 5)
+_PROBE_LENGTHS = (9, 4, 14, 5)
 """Lengths of the compared sequences, each longer than the steps, since a prompt has at least one token."""
 
-PROBE_STEPS = 3
+_PROBE_STEPS = 3
 """Number of tokens that are decoded one by one."""
 
 
@@ -70,7 +70,7 @@ class DecodePath(StrEnum):
     """`FusedTrunk`, with CUDA graphs."""
 
 
-GatherLayer: TypeAlias = Callable[[nn.Module], AbstractContextManager[object]]
+_GatherLayer: TypeAlias = Callable[[nn.Module], AbstractContextManager[object]]
 """Lends a layer its weights for the time of the context."""
 
 
@@ -104,7 +104,7 @@ class Fusion:
         self._joined: list[FusedLayer] | None = None
         self.lender: WeightGatherer | None = None
         """Gathers the weights, see `join`; None if the model always has them."""
-        self.path = DecodeChoice(type(model).__name__, compiled)
+        self.path = _DecodeChoice(type(model).__name__, compiled)
         """The choice of what computes the decode steps."""
         self.obstacle: str | None = None
         """Reason why the last rollout ran the model's own modules; None if it was fused, or no rollout has run."""
@@ -200,7 +200,7 @@ class Fusion:
             return ModuleTrunk(self._model)
 
 
-class DecodeChoice:
+class _DecodeChoice:
     """Chooses what computes the decode steps of a model, and warns if a resumed run chooses something else.
 
     Args:
@@ -321,7 +321,7 @@ def _knows(step: Callable[[], None]) -> bool:
     return True
 
 
-def _probe_args(model: Any, gather_layer: GatherLayer | None) -> list[AttentionArgs]:
+def _probe_args(model: Any, gather_layer: _GatherLayer | None) -> list[AttentionArgs]:
     """Compare prefill and decoding with the modules, and return the attention arguments of each layer.
 
     Raises:
@@ -329,10 +329,10 @@ def _probe_args(model: Any, gather_layer: GatherLayer | None) -> list[AttentionA
         _Different: the hidden states differ.
     """
     device, words = next(model.parameters()).device, len(model.get_input_embeddings().weight)
-    ids_T = torch.randint(words, (sum(PROBE_LENGTHS),), generator=torch.Generator().manual_seed(0)).to(device)
-    cu_seqlens = cu_seqlens_of(PROBE_LENGTHS).to(device)
+    ids_T = torch.randint(words, (sum(_PROBE_LENGTHS),), generator=torch.Generator().manual_seed(0)).to(device)
+    cu_seqlens = cu_seqlens_of(_PROBE_LENGTHS).to(device)
     positions_T = position_ids(cu_seqlens)
-    recorder = _Recorder(cu_seqlens, lengths=PROBE_LENGTHS)
+    recorder = _Recorder(cu_seqlens, lengths=_PROBE_LENGTHS)
     with no_autocast(ids_T):
         with ExitStack() as hooks:
             if gather_layer is not None:
@@ -350,7 +350,7 @@ def _probe_args(model: Any, gather_layer: GatherLayer | None) -> list[AttentionA
 
 
 @contextmanager
-def _gathering_in_forward(layer: nn.Module, gather_layer: GatherLayer) -> Iterator[None]:
+def _gathering_in_forward(layer: nn.Module, gather_layer: _GatherLayer) -> Iterator[None]:
     """Lend the layer its weights in each forward pass inside this context."""
     gathered = ExitStack()
 
@@ -367,30 +367,30 @@ def _gathering_in_forward(layer: nn.Module, gather_layer: GatherLayer) -> Iterat
 
 
 def _prefill_and_decode(
-    model: Any, args: list[AttentionArgs], ids_T: Tensor, positions_T: Tensor, gather_layer: GatherLayer | None
+    model: Any, args: list[AttentionArgs], ids_T: Tensor, positions_T: Tensor, gather_layer: _GatherLayer | None
 ) -> Tensor:
-    """Return hidden states [T, H]; the last `PROBE_STEPS` tokens of each sequence are decoded one by one.
+    """Return hidden states [T, H]; the last `_PROBE_STEPS` tokens of each sequence are decoded one by one.
 
     Copies of all layers in fp32 may exceed the memory, so each layer is copied, computes all tokens, and is freed.
     """
     device = ids_T.device
-    ends = cu_seqlens_of(PROBE_LENGTHS)[1:].to(device).long()
-    prompts = [n - PROBE_STEPS for n in PROBE_LENGTHS]
+    ends = cu_seqlens_of(_PROBE_LENGTHS)[1:].to(device).long()
+    prompts = [n - _PROBE_STEPS for n in _PROBE_LENGTHS]
     given_T = torch.ones(len(ids_T), dtype=torch.bool, device=device)
-    for step in range(PROBE_STEPS):
-        given_T[ends - PROBE_STEPS + step] = False
-    turns = _rotations(model, max(PROBE_LENGTHS))
-    steps = [given_T, *(ends - PROBE_STEPS + step for step in range(PROBE_STEPS))]
+    for step in range(_PROBE_STEPS):
+        given_T[ends - _PROBE_STEPS + step] = False
+    turns = _rotations(model, max(_PROBE_LENGTHS))
+    steps = [given_T, *(ends - _PROBE_STEPS + step for step in range(_PROBE_STEPS))]
     hidden = [F.embedding(ids_T[at], model.base_model.embed_tokens.weight) for at in steps]
     for i, layer in enumerate(_read_layers(model, args, torch.float32, gather_layer)):
         prefill = PrefillContext(cu_seqlens_of(prompts).to(device), lengths=prompts)
         layer.add_to(hidden[0], i, turns[positions_T[given_T]], prefill)
         read = list(prefill.per_sequence(prompts))
-        cache = KVCache(read[0], len(prompts), max(PROBE_LENGTHS))
+        cache = KVCache(read[0], len(prompts), max(_PROBE_LENGTHS))
         for row, kv in enumerate(read):
             cache.fill(row, row + 1, kv)
         for step, at in enumerate(steps[1:]):
-            context = DecodeContext(cache, positions_T[at], max(PROBE_LENGTHS) - PROBE_STEPS + step)
+            context = DecodeContext(cache, positions_T[at], max(_PROBE_LENGTHS) - _PROBE_STEPS + step)
             layer.add_to(hidden[1 + step], i, turns[positions_T[at]], context)
     hidden_TH = torch.empty(len(ids_T), hidden[0].shape[1], device=device)
     for at, x in zip(steps, hidden, strict=True):
@@ -405,7 +405,7 @@ def _check_parts(model: Any) -> None:
         raise _Unknown(f"model family {config.model_type!r} is not supported")
     _check_children("the model", base, {"embed_tokens", "layers", "norm", "rotary_emb"}, set())
     rope = getattr(base.rotary_emb, "rope_type", None)
-    if rope not in ROPE_TYPES:
+    if rope not in _ROPE_TYPES:
         raise _Unknown(f"rotary positions of type {rope!r} are not supported")
     for layer in base.layers:
         dropouts = {"resid_attn_dropout", "resid_mlp_dropout"}
@@ -463,7 +463,7 @@ def _order(model: Any) -> Tensor:
 
 
 def _read_layers(
-    model: Any, args: list[AttentionArgs], dtype: torch.dtype, gather_layer: GatherLayer | None = None
+    model: Any, args: list[AttentionArgs], dtype: torch.dtype, gather_layer: _GatherLayer | None = None
 ) -> Iterator[FusedLayer]:
     """Yield a fused copy of each layer, which has its weights only in the context of `gather_layer`.
 

@@ -22,21 +22,21 @@ from realign.models.network.attention import AttentionContext
 from realign.models.network.kv_cache import DecodeContext, KeyValues, KVCache, PrefillContext
 from realign.samplers.in_process.compiled.fused_layers import FusedLayer, FusedTrunk, Linear
 
-ROWS_PER_THREAD = 8
+_ROWS_PER_THREAD = 8
 """Minimum number of rows per thread. With fewer rows, torch divides each matrix product among the threads instead.
 
 This is an estimate that was not measured."""
 
-LARGE_PRODUCT = 2**27
+_LARGE_PRODUCT = 2**27
 """Multiply-adds of a matrix product per thread from which torch is faster (measured on one core with MKL)."""
 
-TEXT_ROWS = 256
+_TEXT_ROWS = 256
 """Rows of a text in one call, which limits the scratch memory."""
 
-PROBE_ROWS = 7
+_PROBE_ROWS = 7
 """Rows of the compared step: more than `HEIGHT` of decode_step.cpp, so that it also computes a smaller tile."""
 
-PROBE_LENGTH = 40
+_PROBE_LENGTH = 40
 """Largest number of tokens of a compared row: several vectors of `LANES` scores, and usually an incomplete one."""
 
 
@@ -103,8 +103,8 @@ class CompiledTrunk:
 
     def computes(self, rows: int, threads: int) -> bool:
         """Return whether the library computes a decode step; torch computes those for which it is faster."""
-        enough = threads == 1 or rows >= threads * ROWS_PER_THREAD
-        return enough and rows * self._mean_weights <= threads * LARGE_PRODUCT
+        enough = threads == 1 or rows >= threads * _ROWS_PER_THREAD
+        return enough and rows * self._mean_weights <= threads * _LARGE_PRODUCT
 
     def decode(self, ids_B: Tensor, positions_B: Tensor, cache: KVCache, threads: int = 1) -> Tensor:
         """Return the last hidden states [B, H] of one token per row, and write its keys and values to the cache.
@@ -165,7 +165,7 @@ class CompiledTrunk:
         for i, (keys, values) in kv.items():
             layers[i].keys, layers[i].values = keys.data_ptr(), values.data_ptr()
         trunk.layers, trunk.cache_length = ctypes.addressof(layers), length
-        rows = min(max(pieces, default=0), TEXT_ROWS)
+        rows = min(max(pieces, default=0), _TEXT_ROWS)
         floats = rows * self._library.realign_row_scratch(self._address)
         scratch = torch.empty(floats + self._library.realign_call_scratch(ctypes.addressof(trunk)))
         ids_R, x_RH = ids_R.contiguous(), torch.empty(len(ids_R), self._hidden)
@@ -196,15 +196,15 @@ class CompiledTrunk:
         lead a trained model to hidden states that no text produces, where it amplifies rounding a hundredfold.
         """
         generator = torch.Generator().manual_seed(0)
-        words, length = len(self.fused.embedding), min(len(self.fused.turns), PROBE_LENGTH)
-        positions_B = torch.randint(length, (PROBE_ROWS,), generator=generator)
-        ids_B = torch.randint(words, (PROBE_ROWS,), generator=generator)
+        words, length = len(self.fused.embedding), min(len(self.fused.turns), _PROBE_LENGTH)
+        positions_B = torch.randint(length, (_PROBE_ROWS,), generator=generator)
+        ids_B = torch.randint(words, (_PROBE_ROWS,), generator=generator)
         before = positions_B.clamp(min=1).tolist()  # a prefill of no tokens is not supported
         cu_seqlens = cu_seqlens_of(before)
         context = PrefillContext(cu_seqlens, lengths=before)
         self.fused(torch.randint(words, (sum(before),), generator=generator), position_ids(cu_seqlens), context)
         rows = list(context.per_sequence(before))
-        cache = KVCache(rows[0], PROBE_ROWS, length)
+        cache = KVCache(rows[0], _PROBE_ROWS, length)
         for row, kv in enumerate(rows):
             cache.fill(row, row + 1, kv)
         want_BH = self.fused(ids_B, positions_B, DecodeContext(cache, positions_B, length - 1))
