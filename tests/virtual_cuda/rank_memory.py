@@ -87,7 +87,7 @@ class Imagined(Host):
     def numbers(self, x: Tensor) -> list[float]:
         return [1.0] * x.numel()
 
-    def places(self, mask_T: Tensor) -> Tensor:
+    def true_indices(self, mask_T: Tensor) -> Tensor:
         return torch.arange(1, len(mask_T) // self._context, device=mask_T.device)
 
     def digest(self, x: Tensor) -> str:
