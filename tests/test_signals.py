@@ -171,7 +171,6 @@ def test_a_signal_while_an_environment_blocks_lets_the_step_end_at_the_deadline(
     assert process.returncode == 143, err
     assert err.splitlines()[-1] == "stopped after step 2 of 3. Continue with resume=auto."
     assert "blocked its event loop for more than 7 s" in out
-    assert "time.sleep(3600)" in out
     assert untimed(Path("run/metrics.jsonl"))[-1]["missing_rewards"] == 1.0
 
 
