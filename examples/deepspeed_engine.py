@@ -113,8 +113,8 @@ class DeepSpeedEngine(TransformersEngine):
         self._stage, self._ranks = stage, current()
         settings = replace(settings, parallel_passes=ParallelPasses.off)  # DeepSpeed runs one backward pass at a time
         super().__init__(name, module, tokenizer, settings, **further)
-        if self.network.unpacked is not None:
-            raise ConfigError(f"models.{name}: DeepSpeed needs a model that can run packed. {self.network.no_replay}")
+        if (unpacked := self.network.abilities.unpacked) is not None:
+            raise ConfigError(f"models.{name}: DeepSpeed needs a model that can run packed. {unpacked.reason}")
         trunk = {id(p) for p in read_body(module).parameters()}
         self._heads = [p for p in self.network.parameters() if p.requires_grad and id(p) not in trunk]
 
