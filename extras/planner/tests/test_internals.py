@@ -9,7 +9,7 @@ from pathlib import Path
 from realign_planner import internals
 
 PACKAGE = Path(internals.__file__).parent
-PUBLIC = {"realign.engines", "realign.errors", "realign.runtime", "realign.settings"}
+PUBLIC = {f"realign.{name}" for name in ("engines", "errors", "models", "runtime", "samplers", "settings")}
 
 
 def test_every_internal_exists():
