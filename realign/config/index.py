@@ -45,8 +45,8 @@ def class_at(path: str) -> Class | None:
     Returns:
         None if there is none, or its module cannot be imported, which building the component reports.
     """
-    if (found := indexed(path)) is not None:
-        return found
+    if (cls := indexed(path)) is not None:
+        return cls
     with suppress(Exception, SystemExit):
         return described(object_at(path))
     return None
@@ -69,8 +69,8 @@ def variants_of(base: Class) -> Iterator[Class]:
     for derived in _subclasses(cls) if inspect.isclass(cls) else ():
         path = import_path(derived)
         # A class inside of a function, or that a later one of its name has replaced, has no import path.
-        if not path.startswith(f"{PACKAGE}.") and _here(path) is derived and (found := described(derived)) is not None:
-            yield found
+        if not path.startswith(f"{PACKAGE}.") and _here(path) is derived and (own := described(derived)) is not None:
+            yield own
 
 
 def object_at(path: str) -> Any:
@@ -128,8 +128,8 @@ def build() -> bytes:
     exported: dict[str, str] = {}
     for module in _modules():
         for thing in vars(module).values():
-            if getattr(thing, "__module__", None) == module.__name__ and (found := described(thing)) is not None:
-                classes[found.path] = found
+            if getattr(thing, "__module__", None) == module.__name__ and (cls := described(thing)) is not None:
+                classes[cls.path] = cls
         for name in getattr(module, "__all__", ()):
             thing = getattr(module, name)
             path = f"{getattr(thing, '__module__', '')}.{getattr(thing, '__qualname__', '')}"

@@ -83,7 +83,7 @@ class ShardedNetwork(Network):
                 f"models.{name}.sharding: torch {torch.__version__} is too old. Install torch 2.13 or later."
             )
         abilities = prepare_module(name, module, settings, value_head, probed)
-        super().__init__(name, module, settings, _divided_abilities(name, abilities, sharding), value_head, host)
+        super().__init__(name, module, settings, _abilities_of_ranks(name, abilities, sharding), value_head, host)
         probed = module if probed is None else probed
         branch = 0 if value_head is None else value_head.spec.layers
         divisions = Divisions(name, module, self.trains, branch, settings.torch_compile.compiles)
@@ -398,16 +398,16 @@ class ShardedNetwork(Network):
         return {name: self.weights.weight(f"{VALUE_HEAD}{name}") for name in copy.state_dict()}
 
 
-def _divided_abilities(name: str, found: Abilities, sharding: Sharding) -> Abilities:
+def _abilities_of_ranks(name: str, abilities: Abilities, sharding: Sharding) -> Abilities:
     """Return what a model can do if ranks divide it.
 
     Raises:
         ConfigError: it cannot run packed.
     """
-    if found.unpacked is not None:
+    if abilities.unpacked is not None:
         raise ConfigError(
-            f"models.{name}.sharding: requires a model that can run packed. {found.unpacked.reason.rstrip('.')}. "
+            f"models.{name}.sharding: requires a model that can run packed. {abilities.unpacked.reason.rstrip('.')}. "
             "Use one process."
         )
-    found = replace(found, images=None)  # its vision layers would run outside the FSDP root
-    return found if sharding.pipeline == 1 else replace(found, replay=None, no_replay=no_replay(name, sharding))
+    abilities = replace(abilities, images=None)  # its vision layers would run outside the FSDP root
+    return abilities if sharding.pipeline == 1 else replace(abilities, replay=None, no_replay=no_replay(name, sharding))

@@ -81,14 +81,14 @@ def prepare_module(
         segment_recurrent_layers(probed)
         pass_context_on(probed)
     probed = module if probed is None else probed
-    low = settings.dtype == torch.bfloat16
-    autocast = partial(torch.autocast, device.type, dtype=torch.bfloat16, enabled=low)
-    cast = autocast if low else None
+    half = settings.dtype == torch.bfloat16
+    autocast = partial(torch.autocast, device.type, dtype=torch.bfloat16, enabled=half)
+    cast = autocast if half else None
     replay, no_replay = _find_replay(module)
     # A branch records the inputs of the trunk's layers with hooks, which cannot tell concurrent passes apart.
     alone = (value_head is not None and value_head.branch is not None) or rewrites_rope(module) or hooked
     on_cpu = device.type == "cpu"
-    found = Abilities(
+    abilities = Abilities(
         autocast,
         shares=settings.shared_prompts is SharedPrompts.auto,
         parallel=settings.parallel_passes is ParallelPasses.auto and on_cpu and not alone,
@@ -102,21 +102,21 @@ def prepare_module(
             raise NotPackableError(f"{family} is an encoder-decoder model, which cannot run packed.")
         # On a CPU only the family can be wrong, which is an error. On an accelerator it may be the kernel, which only
         # means that prompts are not shared.
-        share = found.shares and on_cpu
+        share = abilities.shares and on_cpu
         probe(probed, read_head(probed), attention=settings.attention, autocast=cast, share=share)
     except NotPackableError as error:
-        found = _unpack(name, found, module, value_head, probed, str(error))
+        abilities = _unpack(name, abilities, module, value_head, probed, str(error))
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
-    if found.shares and not on_cpu:
-        found = replace(found, shares=can_share(name, probed, settings.attention, cast))
+    if abilities.shares and not on_cpu:
+        abilities = replace(abilities, shares=can_share(name, probed, settings.attention, cast))
     # After the probe, which changes the attention of all layers.
-    plain = found.unpacked is None and value_head is None and settings.trains == All()
+    plain = abilities.unpacked is None and value_head is None and settings.trains == All()
     if plain and module.config.model_type in IMAGE_FAMILIES:
-        found = replace(found, images=ImageInputs(module))
+        abilities = replace(abilities, images=ImageInputs(module))
     if settings.torch_compile.compiles:
-        _compile(where, found, module, probed, settings)
-    return found
+        _compile(where, abilities, module, probed, settings)
+    return abilities
 
 
 def can_share(name: str, module: Any, attention: Backend, autocast: Autocast | None) -> bool:
@@ -138,7 +138,7 @@ def _find_replay(module: Any) -> tuple[RouterReplay | None, str]:
 
 
 def _unpack(
-    name: str, found: Abilities, module: Any, value_head: ValueNetwork | None, probed: Any, reason: str
+    name: str, abilities: Abilities, module: Any, value_head: ValueNetwork | None, probed: Any, reason: str
 ) -> Abilities:
     """Return what a model can do that runs without packing, and log what that costs."""
     unpacked: UnpackedModel | EncoderDecoder
@@ -158,16 +158,16 @@ def _unpack(
     decoding = None if own_cache is None else own_cache.describe()
     logger.warning(cost(name, reason, decoding))
     no_replay = f"{reason} Replay requires a model that can run packed."
-    return Abilities(found.autocast, shares=False, no_replay=no_replay, unpacked=unpacked, own_cache=own_cache)
+    return Abilities(abilities.autocast, shares=False, no_replay=no_replay, unpacked=unpacked, own_cache=own_cache)
 
 
-def _compile(where: str, found: Abilities, module: Any, probed: Any, settings: NetworkSettings) -> None:
+def _compile(where: str, abilities: Abilities, module: Any, probed: Any, settings: NetworkSettings) -> None:
     """Compile the decoder layers, see `compile_layers`."""
     what = f"{where}.torch_compile={settings.torch_compile.value}"
-    if found.unpacked is not None:
-        reason = found.unpacked.reason.rstrip(".")
+    if abilities.unpacked is not None:
+        reason = abilities.unpacked.reason.rstrip(".")
         raise ConfigError(f"{what}: requires a model that can run packed. {reason}. Set torch_compile=off.")
-    if found.images is not None:
+    if abilities.images is not None:
         raise ConfigError(f"{what}: not supported by models that read images. Set torch_compile=off.")
     try:
         compile_probed(probed, settings.torch_compile)
