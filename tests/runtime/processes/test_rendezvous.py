@@ -210,7 +210,8 @@ def test_a_rank_that_is_killed_ends_the_other_and_both_can_be_started_again(here
     words = (*FAULTS, "interfaces.actor.fault=kill", "checkpoint.every_steps=1", "resume=auto")
     done, left = torchrun(here, *words, options=["--max-restarts=1"])
     assert (done.returncode, left) == (0, []), done.stderr
-    assert done.stderr.count("rank 0 of 2 lost another rank, which was killed or whose machine failed") == 1
+    # the launcher's SIGTERM may come before rank 0 notices by itself, and then it has nothing to say
+    assert done.stderr.count("rank 0 of 2 lost another rank, which was killed or whose machine failed") <= 1
     assert "Traceback (most recent call last)" not in done.stderr.partition("torch/distributed/elastic")[0]
     assert "step_000001. Next step: 2 of 4." in done.stdout
     assert [record["step"] for record in untimed(Path("runs/bigram/metrics.jsonl"))] == [0, 1, 2, 3, 4]
