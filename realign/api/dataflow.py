@@ -8,13 +8,13 @@ from __future__ import annotations
 import difflib
 import graphlib
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Annotated
 
 from realign.api.engine import HIDDEN
-from realign.api.interface import METHODS, ModelInterface, implements
+from realign.api.interface import METHODS, Keys, ModelInterface, implements
 from realign.api.rewards import NAMED
 from realign.api.router_experts import ROUTER_EXPERTS
 from realign.api.sampling_mask import SAMPLING_MASK
@@ -322,6 +322,10 @@ def rl_graph(interfaces: Mapping[str, ModelInterface]) -> DataflowGraph:
     | `advantages` | `credit` of the actor is a separate call, and the critic trains on its returns |
     | `baseline_rewards` | the role `baseline` samples a greedy response, and the role `reward` scores it |
     | `ptx_...` | the dataset provides pretraining text |
+    | any other key that the `inference` of a role declares | that role scores the responses |
+
+    A call writes all keys that its role declares, and the actor gets each of them that it needs or uses. It may also
+    read the dataset's `row`.
 
     A role other than `actor` whose `generate` writes `rewards` (a conversation with an environment) replaces the
     actor's sampling and the role `reward`. The graph uses `dense_rewards` if the rewarding role writes them, and
@@ -358,28 +362,64 @@ def rl_graph(interfaces: Mapping[str, ModelInterface]) -> DataflowGraph:
     for role, key in sorted(scorers.items(), key=lambda item: item[0] == "actor"):
         names = {"logprobs": key} | ({"hidden": hidden} if (hidden := f"{role}{HIDDEN}") in needs else {})
         inputs = (*scored, *(replayed if role == "actor" else masks), *prompt_keys_of(interfaces, role))
-        rpcs.append(RPC(f"{role}_inf", role, "inference", inputs, tuple(names.values()), rename=names))
+        rpcs.append(_scoring_call(role, interfaces, inputs, names.values(), names))
         keys += names.values()
     if "values" in needs:
         inputs = scored if "advantages" in needs else (*scored, *experts)  # a view of the actor's model replays too
-        rpcs.append(RPC("critic_inf", "critic", "inference", inputs, outputs=("values", "bootstrap_values")))
+        rpcs.append(_scoring_call("critic", interfaces, inputs, ("values", "bootstrap_values")))
         keys += ["values", "bootstrap_values"]
+    rpcs += [*_declared_calls(rpcs, needs, interfaces)]
     training, masked = keys, {}
     if "advantages" in needs:
         # `credit` narrows the mask. It writes it under another name, since a key of the graph has one producer.
         masked = {"loss_mask": "train_mask"}
         credited = ("advantages", "returns", "train_mask")
-        rpcs.append(RPC("actor_credit", "actor", "credit", tuple(keys), credited, rename=masked))
+        inputs = (*keys, *_further(interfaces["actor"].keys("credit"), keys, rpcs))
+        rpcs.append(RPC("actor_credit", "actor", "credit", inputs, credited, rename=masked))
         training = [key for key in keys if key != "loss_mask"] + [*credited]
         learned = ("input_ids", "train_mask", "values", "returns")
         rpcs.append(RPC("critic_train", "critic", "train_step", learned, rename=masked))
     text = [key for key in needs if key.startswith("ptx_")]
-    training = [*training, *text, *replayed, *(key for key in ("versions",) if key in train.uses)]
+    training = [*training, *text, *_further(train, {*training, *masked}, rpcs)]
     rpcs.append(RPC("actor_train", "actor", "train_step", tuple(training), rename=masked))
     read = {key for rpc in rpcs for key in rpc.inputs}
     results = dict.fromkeys(["versions", "truncated", *(key for key in (*rpcs[0].outputs, *named) if key not in read)])
     rows = ["row"] if "row" in read else []
     return DataflowGraph(tuple(rpcs), dataset_keys=("prompt_ids", *rows, *text), results=tuple(results))
+
+
+def _scoring_call(
+    role: str,
+    interfaces: Mapping[str, ModelInterface],
+    inputs: Iterable[str],
+    outputs: Iterable[str] = (),
+    rename: Mapping[str, str] | None = None,
+) -> RPC:
+    """Return the call of a role's `inference`, whose outputs are the given ones and all that the role declares."""
+    declared = interfaces[role].keys("inference") if role in interfaces else Keys()
+    written = (*sorted(declared.writes or ()), *sorted(declared.reports))
+    names = [key for key in written if key not in (rename or {})]
+    return RPC(f"{role}_inf", role, "inference", tuple(inputs), tuple(dict.fromkeys([*outputs, *names])), rename or {})
+
+
+def _declared_calls(
+    rpcs: Iterable[RPC], needs: Iterable[str], interfaces: Mapping[str, ModelInterface]
+) -> Iterator[RPC]:
+    """Yield a call of each further role whose `inference` writes a needed key that no call writes."""
+    offered, called = {key for rpc in rpcs for key in rpc.outputs}, {rpc.model for rpc in rpcs}
+    for role, interface in interfaces.items():
+        declared = interface.keys("inference") if implements(type(interface), "inference") else Keys()
+        missing = set(needs) - offered
+        if role not in called and missing & {*(declared.writes or ()), *declared.reports}:
+            call = _scoring_call(role, interfaces, declared.needs)
+            offered |= set(call.outputs)
+            yield call
+
+
+def _further(keys: Keys, given: Collection[str], rpcs: Iterable[RPC]) -> list[str]:
+    """Return the keys that a method reads beyond the given ones, and a call or the dataset's row provides."""
+    offered = {"row", *(key for rpc in rpcs for key in rpc.outputs)}
+    return [key for key in (*keys.needs, *sorted(keys.uses)) if key in offered and key not in given]
 
 
 def prompt_keys_of(interfaces: Mapping[str, ModelInterface], role: str) -> tuple[str, ...]:
@@ -397,18 +437,13 @@ def _sampling_calls(interfaces: Mapping[str, ModelInterface], *, scored: bool) -
             outputs = (*SAMPLED, *sorted(written - set(SAMPLED)), *named_reward_outputs(interface, "generate"))
             rewards: list[str] = [key for key in ("rewards", "dense_rewards") if key in written]
             return [RPC(f"{role}_gen", role, "generate", ("prompt_ids", "row"), outputs)], rewards
-    dense = "reward" in interfaces and "dense_rewards" in (interfaces["reward"].keys("inference").writes or ())
-    scores = ["rewards", "dense_rewards"] if dense else ["rewards"]
-    named = named_reward_outputs(interfaces["reward"], "inference") if "reward" in interfaces else ()
     writes = interfaces["actor"].keys("generate").writes or frozenset()
-    recorded = [key for key in _REPLAYED if key in writes]
-    sample = RPC("actor_gen", "actor", "generate", inputs=("prompt_ids",), outputs=(*SAMPLED, *recorded))
+    outputs = (*SAMPLED, *sorted(writes - set(SAMPLED)))
+    sample = RPC("actor_gen", "actor", "generate", inputs=("prompt_ids",), outputs=outputs)
     if not scored:
         return [sample], []
-    return [
-        sample,
-        RPC("reward_inf", "reward", "inference", inputs=("input_ids", "prompt_mask", "row"), outputs=(*scores, *named)),
-    ], scores
+    reward = _scoring_call("reward", interfaces, ("input_ids", "prompt_mask", "row"), ("rewards",))
+    return [sample, reward], [key for key in ("rewards", "dense_rewards") if key in reward.outputs]
 
 
 def named_reward_outputs(interface: ModelInterface, method: str) -> tuple[str, ...]:

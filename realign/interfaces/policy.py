@@ -381,7 +381,7 @@ class PolicyInterface(ModelInterface):
         tokens = PolicyTokens.of(logprobs_T, old_T, minibatch, None if control is None else control.coef)
         # The weight applies to the objective only; the KL and entropy terms below are not weighted.
         policy = policy_loss_of(self.objective, tokens, weight_T)
-        loss_T, stats = policy.loss_T, policy_stats(policy, tokens, entropy_T) | self.objective.stats(policy, mask_T)
+        loss_T, stats = policy.loss_T, policy_stats(policy, tokens, entropy_T) | self.objective.stats(policy, tokens)
         trace = {"ratio": policy.ratio_T, "entropy": entropy_T, "advantage": tokens.advantages_T, "mask": mask_T}
         trace["logprob"] = logprobs_T
         if self.kl_control.is_in_loss:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Mapping
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from realign.api import (
     Lengths,
     SequenceSample,
 )
+from realign.api.rewards import NAMED
 from realign.api.sample import with_response_index
 from realign.functional import LMHead
 
@@ -88,6 +90,35 @@ def random_batch(
     per_prompt = Lengths(np.ones_like(counts), np.ones_like(counts))
     sample = sample.with_data({"baseline_rewards": torch.from_numpy(rng.normal(0, 1, n_prompts))}, lengths=per_prompt)
     return with_response_index(sample).with_metadata(row=[{"answer": str(i)} for i in range(n_prompts)])
+
+
+def with_own_keys(
+    data: SequenceSample, inputs: Collection[str], own: Mapping[str, str], seed: int = 0
+) -> SequenceSample:
+    """Return the batch with random numbers for `own` keys, and for the named rewards in `inputs` that it has not.
+
+    Args:
+        data: the batch.
+        inputs: keys that a call reads. Named rewards (`rewards/<name>`) are 0 or 1, and NaN for the last response.
+        own: shape of each further key: "T" is one number per token, "S" one per sequence.
+        seed: seed of the numbers; those of a key depend on its name only.
+
+    Raises:
+        ValueError: a shape is neither "T" nor "S".
+    """
+    for key in sorted({*own, *(key for key in inputs if key.startswith(NAMED))} - data.keys):
+        rng = np.random.default_rng([seed, *key.encode()])
+        if key not in own:
+            rewards_S = torch.from_numpy(rng.integers(0, 2, data.n_sequences).astype(np.float64))
+            rewards_S[-1] = math.nan
+            data = data.with_sequences(**{key: rewards_S})
+        elif own[key] == "T":
+            data = data.with_tokens(**{key: torch.from_numpy(rng.normal(0, 1, data.lengths["input_ids"].total))})
+        elif own[key] == "S":
+            data = data.with_sequences(**{key: torch.from_numpy(rng.normal(0, 1, data.n_sequences))})
+        else:
+            raise ValueError(f'own[{key!r}]={own[key]!r}: must be "T" (one per token) or "S" (one per sequence)')
+    return data
 
 
 def random_preferences(

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 
 import numpy as np
 from torch import Tensor
@@ -18,7 +18,7 @@ from realign.api import (
     SequenceSample,
     stat_values,
 )
-from realign.testing.batches import random_batch, random_heads
+from realign.testing.batches import random_batch, random_heads, with_own_keys
 from realign.testing.bigram import BigramEngine
 
 TOKENIZER = SimpleNamespace(eos_token_id=0)
@@ -45,9 +45,10 @@ def train_once(
 
 def check_train_step(
     interface: ModelInterface,
-    inputs: Iterable[str],
+    inputs: Collection[str],
     *,
     data: SequenceSample | None = None,
+    own: Mapping[str, str] = MappingProxyType({}),
     whole_groups: bool = False,
     seed: int = 0,
 ) -> None:
@@ -58,15 +59,17 @@ def check_train_step(
 
     Args:
         interface: the configured algorithm.
-        inputs: keys that its RPC reads, with `input_ids`. The last of the `rewards` of `random_batch` is NaN (missing).
+        inputs: keys that its RPC reads, with `input_ids`. The last of the `rewards` of `random_batch` is NaN (missing),
+            and that of each named reward (`rewards/<name>`).
         data: a batch with these keys; None uses `random_batch`.
+        own: further keys that it reads, by their shape: "T" is one random number per token, "S" one per sequence.
         whole_groups: whether the loss compares the sequences of a prompt. If True, groups are never split.
         seed: seed of the weights and the batch.
 
     Raises:
         AssertionError: the weights or the metrics changed. The message names the change and the difference.
     """
-    data = (random_batch(seed) if data is None else data).select(inputs)
+    data = with_own_keys(random_batch(seed) if data is None else data, inputs, own, seed).select({*inputs, *own})
     reference = train_once(interface, data, MicroBatchSpec(), seed=seed)
     lengths = data.lengths["input_ids"]
     limit = int((lengths.per_prompt if whole_groups else lengths.flat).max())

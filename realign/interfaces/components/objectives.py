@@ -148,8 +148,8 @@ class Objective(Settings, ABC):
         """Return keys that must be in the batch, with the setting that asks for each."""
         return dict.fromkeys(self.reads, f"objective={type(self).__name__}")
 
-    def stats(self, loss: PolicyLoss, mask_T: Tensor) -> Stats:
-        """Return additional metrics, besides those of every objective."""
+    def stats(self, loss: PolicyLoss, tokens: PolicyTokens) -> Stats:
+        """Return additional metrics, besides those of every objective; `loss` is weighted by the correction."""
         return {}
 
     def describe(self) -> str:
@@ -167,8 +167,8 @@ class _Clipped(Objective):
     """Base class of clipped objectives."""
 
     @override
-    def stats(self, loss: PolicyLoss, mask_T: Tensor) -> Stats:
-        return {"dual_clip_fraction": masked_mean(loss.dual_clipped_T, mask_T)} if self._dual is not None else {}
+    def stats(self, loss: PolicyLoss, tokens: PolicyTokens) -> Stats:
+        return {"dual_clip_fraction": masked_mean(loss.dual_clipped_T, tokens.mask_T)} if self._dual is not None else {}
 
     @property
     @abstractmethod

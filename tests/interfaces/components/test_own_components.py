@@ -7,11 +7,13 @@ import importlib.util
 import subprocess
 import sys
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
 
-from realign.api import MicroBatchSpec, Model, rl_graph
+from realign.api import Keys, MicroBatchSpec, Model, ModelInterface, masked_mean, rl_graph
+from realign.errors import GraphError
 from realign.interfaces.components import (
     GAE,
     AdvantageEstimator,
@@ -22,8 +24,10 @@ from realign.interfaces.components import (
     Objective,
     PolicyTokens,
 )
+from realign.interfaces.critic import PPOCriticInterface
 from realign.interfaces.grpo import GRPOActorInterface
 from realign.interfaces.ppo import PPOActorInterface
+from realign.runtime.checks.parts import check_keys
 from realign.testing import BigramEngine, check_train_step, random_batch, train_once
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -254,3 +258,69 @@ def test_what_an_advantage_reads_is_given_to_the_call_that_estimates_it():
     own = calls(PPOActorInterface(advantage=ReadsTeacher(), critic="own"))
     assert "teacher_inf" in own
     assert "teacher_logprobs" in own["actor_credit"]
+
+
+class ReadsNamed(GAE):
+    reads = frozenset({"rewards/format", "turns"})
+    uses = frozenset({"novelty"})
+
+    def needs(self):
+        return AdvantageEstimator.needs(self)
+
+
+class Rewards(ModelInterface):
+    def inference(self, model, data, mb_spec):
+        raise AssertionError("the graph is never run")
+
+
+class Named(Rewards):
+    KEYS: ClassVar = {"inference": Keys(writes=frozenset({"rewards", "turns"}), reports=frozenset({"rewards/format"}))}
+
+
+class Novelty(Rewards):
+    KEYS: ClassVar = {"inference": Keys(needs={"input_ids": "", "row": ""}, writes=frozenset({"novelty", "distance"}))}
+
+
+@pytest.mark.parametrize("critic", ["none", "own"])
+def test_a_component_gets_every_key_that_a_call_of_the_graph_writes(critic):
+    actor = PPOActorInterface(advantage=ReadsNamed(), critic=critic)
+    interfaces = {"actor": actor, "reward": Named(), "judge": Novelty(), "critic": PPOCriticInterface()}
+    graph = rl_graph(interfaces)
+    check_keys(graph, interfaces)
+    read = {rpc.name: set(rpc.inputs) for rpc in graph.rpcs}["actor_credit" if critic == "own" else "actor_train"]
+    assert {"rewards/format", "turns"} <= read
+    # an optional key does not add a call, and a named reward stays a result of the run where nothing reads it
+    assert "judge_inf" not in graph.edges
+    assert "rewards/format" in rl_graph(interfaces | {"actor": PPOActorInterface()}).results
+
+
+def test_a_role_is_called_for_a_key_that_only_it_declares():
+    actor = PPOActorInterface(objective=ReadsNovelty())
+    interfaces = {"actor": actor, "reward": Named(), "judge": Novelty()}
+    graph = rl_graph(interfaces)
+    check_keys(graph, interfaces)
+    (call,) = (rpc for rpc in graph.rpcs if rpc.model == "judge")
+    assert (call.inputs, call.outputs) == (("input_ids", "row"), ("distance", "novelty"))
+    assert graph.edges["actor_train"]["judge_inf"] == ("novelty",)
+    with pytest.raises(GraphError, match=r"objective=ReadsNovelty needs key 'novelty'"):
+        check_keys(rl_graph({"actor": actor, "reward": Named()}), interfaces)
+
+
+class ReadsNovelty(Objective):
+    reads = frozenset({"novelty", "rewards/format", "row"})
+
+    def loss(self, tokens):
+        return -tokens.data["novelty"] * tokens.ratio_T
+
+    def stats(self, loss, tokens):
+        surprise_T = -tokens.logprobs_T.detach() * tokens.advantages_T
+        return {"surprise_of_good": masked_mean(surprise_T, tokens.mask_T)}
+
+
+def test_the_kit_fills_own_keys_and_metrics_of_an_objective_see_its_tokens():
+    actor = PPOActorInterface(objective=ReadsNovelty())
+    check_train_step(actor, [*KEYS, "rewards/format", "row"], own={"novelty": "T"})
+    metrics = train_once(actor, batch().with_tokens(novelty=batch()["logprobs"]), MicroBatchSpec()).metrics
+    assert metrics["surprise_of_good"] != 0
+    with pytest.raises(ValueError, match=r"own\['novelty'\]='G'"):
+        check_train_step(actor, KEYS, own={"novelty": "G"})
