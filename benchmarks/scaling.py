@@ -1,16 +1,14 @@
-"""Cost of a step by batch size, its memory, and the startup time.
+"""Cost of a step by batch size, and its memory.
 
-    python -m benchmarks.scaling                          # all three parts
-    python -m benchmarks.scaling parts=cost,memory repeats=3 threads=2
+    python -m benchmarks.scaling                          # both parts
+    python -m benchmarks.scaling parts=cost repeats=3 threads=2
 
 cost      A GRPO training step on 1 to 16 times the same sequences, in alternation: wall-clock seconds, and CPU seconds
           of the process. Other programs hardly affect CPU seconds.
 memory    Bytes of the live tensors that a step creates, which do not depend on the load of the machine. Measured for 1
-          to 16 times the sequences at one token budget, for the largest batch at several budgets, and with a vocabulary
-          of 32k. With this vocabulary no tensor may have tokens x vocabulary elements. Passes run in sequence
-          (parallel_passes=off): concurrent passes share the budget, and each has a separate gradient until it is added.
-start     Seconds to `realign --help`, to a composed config, and to the first training step of the demo, in separate
-          processes. The demo is ended after that step.
+          to 16 times the sequences at one token budget, and for the largest batch at several budgets. Passes run in
+          sequence (parallel_passes=off): concurrent passes share the budget, and each has a separate gradient until it
+          is added.
 
 Prints tables and, as the last line, one JSON object.
 """
@@ -18,16 +16,9 @@ Prints tables and, as the last line, one JSON object.
 from __future__ import annotations
 
 import json
-import os
-import resource
-import subprocess
-import sys
-import tempfile
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,7 +31,6 @@ from realign.api import MicroBatchSpec
 from realign.models.network.passes import ParallelPasses
 from realign.models.network.settings import NetworkSettings
 
-ROOT = Path(__file__).parents[1]
 BASE = replace(SCENARIOS["long_tail"], name="scaling", prompts=2)
 COPIES = (1, 2, 4, 8, 16)
 BUDGET = 2048
@@ -94,80 +84,6 @@ def memory(scenario: Scenario, copies: Sequence[int], budget: int, others: Seque
     return [step_memory(scenario, n, limit, step) for n, limit in sizes]
 
 
-def vocabulary(scenario: Scenario, copies: int, budget: int) -> dict[str, Any]:
-    """Measure a step with a large vocabulary, on a batch that is larger than one chunk of logits.
-
-    Raises:
-        AssertionError: A tensor has as many elements as the logits of all sampled tokens of a micro-batch.
-    """
-    step = TrainStep(make_actor(scenario, network=NetworkSettings(parallel_passes=ParallelPasses.off)), scenario)
-    step(make_rollout(scenario), budget)
-    found = step_memory(scenario, copies, budget, step)
-    logits = found["sampled_tokens"] * scenario.vocabulary
-    assert found["largest_elements"] < logits, f"a tensor of {found['largest_elements']:,} elements was created"
-    head = scenario.vocabulary * scenario.hidden
-    return found | {
-        "vocabulary": scenario.vocabulary,
-        "logits_mib": round(4 * logits / MIB, 1),
-        "head_weight_elements": head,
-        "largest_of_logits": round(found["largest_elements"] / logits, 4),
-    }
-
-
-def child(command: list[str], *, until: Callable[[], bool] | None = None, limit_s: float = 300) -> dict[str, float]:
-    """Measure the seconds and CPU seconds of a command, to its end or until a condition is true; then end it.
-
-    Raises:
-        RuntimeError: The command failed, ended before the condition was true, or exceeded the time limit.
-    """
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with tempfile.TemporaryFile() as output:
-        started = time.perf_counter()
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment, cwd=ROOT)
-        try:
-            while process.poll() is None and not (until is not None and until()):
-                if time.perf_counter() - started > limit_s:
-                    raise RuntimeError(f"{command} took more than {limit_s:.0f} s")
-                time.sleep(0.005)
-            seconds = time.perf_counter() - started
-            reached = until() if until is not None else process.returncode == 0
-        finally:
-            if process.poll() is None:
-                process.kill()
-            process.wait()
-        if not reached:
-            output.seek(0)
-            raise RuntimeError(f"{command} failed: {output.read().decode()[-2000:]}")
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return {"wall_s": round(seconds, 3), "cpu_s": round(cpu, 3)}
-
-
-def start(repeats: int) -> dict[str, dict[str, float]]:
-    """Return the fastest of several starts of each kind. The minimum excludes delays by other programs."""
-    realign = [sys.executable, "-m", "realign"]
-    found = {
-        "realign --help": [child([*realign, "--help"]) for _ in range(repeats)],
-        "config composed": [child([*realign, "experiment=grpo_arithmetic", "--cfg", "job"]) for _ in range(repeats)],
-        "first training step of the demo": [first_step() for _ in range(min(repeats, 2))],
-    }
-    return {name: {key: min(r[key] for r in rows) for key in ("wall_s", "cpu_s")} for name, rows in found.items()}
-
-
-def first_step() -> dict[str, float]:
-    """Start the demo, including its preparation, and wait for the metrics of its first training step."""
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch) / "demo"
-        metrics = folder / "sft" / "metrics.jsonl"
-
-        def trained() -> bool:
-            lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
-            return any(json.loads(line).get("step", 0) >= 1 for line in lines if line.endswith("\n"))
-
-        return child([sys.executable, "-m", "realign.demo", f"output_dir={folder}"], until=trained)
-
-
 def show(report: dict[str, Any]) -> str:
     """Format the results as tables."""
     blocks = []
@@ -187,21 +103,12 @@ def show(report: dict[str, Any]) -> str:
         cells = [[str(r["sequences"]), *(f"{r[k]:,}" for k in keys)] for r in rows]
         head = ["sequences", "budget", "micro-batches", "tokens of the largest", "peak MiB", "largest tensor"]
         blocks.append(table(head, cells))
-    if r := report.get("vocabulary"):
-        blocks.append(
-            f"vocabulary {r['vocabulary']:,}, {r['sampled_tokens']:,} sampled tokens in a micro-batch: peak "
-            f"{r['peak_mib']:,} MiB; logits alone would be {r['logits_mib']:,} MiB; the largest tensor has "
-            f"{r['largest_of_logits']:.1%} of their elements"
-        )
-    if found := report.get("start"):
-        cells = [[name, f"{r['wall_s']:.2f}", f"{r['cpu_s']:.2f}"] for name, r in found.items()]
-        blocks.append(table(["start", "s", "CPU s"], cells))
     return "\n\n".join(blocks)
 
 
 def main(given: list[str] | None = None) -> None:
     """Run the requested parts; print tables and the JSON line."""
-    words = arguments({"parts": "cost,memory,start", "repeats": "5", "threads": "2"}, given)
+    words = arguments({"parts": "cost,memory", "repeats": "5", "threads": "2"}, given)
     torch.set_num_threads(int(words["threads"]))
     parts, repeats = words["parts"].split(","), int(words["repeats"])
     report: dict[str, Any] = {"benchmark": "scaling", **facts()}
@@ -209,9 +116,6 @@ def main(given: list[str] | None = None) -> None:
         report["cost"] = cost(BASE, COPIES, BUDGET, repeats)
     if "memory" in parts:
         report["memory"] = memory(BASE, COPIES, BUDGET, OTHER_BUDGETS)
-        report["vocabulary"] = vocabulary(replace(BASE, vocabulary=32_000), COPIES[-1], OTHER_BUDGETS[-1])
-    if "start" in parts:
-        report["start"] = start(repeats)
     print(show(report))
     print(json.dumps(report))
 

@@ -10,12 +10,11 @@ runtimes   GRPO with a reference model, a Qwen2 with 3 million weights and 128 r
            seconds of a step, and the RPC overhead of a call.
 rollouts   Decoupled PPO with a reward that takes 1 s on average. Its duration is log-normal and identical for all
            responses to a prompt. Compares synchronous rollout with asynchronous rollout (max_staleness=2), in
-           responses per second and final reward per seed, and runs once with a rollout worker on Ray. The simulator
-           (`realign_planner`) predicts the seconds of a step from costs measured without waiting for rewards.
+           responses per second and final reward per seed, and runs once with a rollout worker on Ray.
 recovery   SIGKILL of a Ray worker, and of a rank under torchrun. Reports the seconds until the run has reached its
            previous step again, and the difference of its final weights from those of an undisturbed run.
 
-Prints a table for each part, draws a figure, and prints one JSON object as the last line. The exit code is 1 if a part
+Prints a table for each part, and one JSON object as the last line. The exit code is 1 if a part
 failed, or if a run that should be bitwise reproducible is not.
 """
 
@@ -31,7 +30,6 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from benchmarks.report import arguments, facts
-from benchmarks.scale.picture import draw
 from benchmarks.scale.recovery import recovery
 from benchmarks.scale.rollouts import rollouts
 from benchmarks.scale.runtimes import runtimes
@@ -46,7 +44,6 @@ DEFAULTS = {
     "rollout_steps": "14",
     "seeds": "3",
     "folder": "",
-    "picture": "runs/scale.png",
 }
 
 
@@ -77,8 +74,6 @@ def main(given: Sequence[str] | None = None) -> int:
     else:
         with tempfile.TemporaryDirectory() as folder:
             results = scale(Path(folder), words)
-    if "curves" in str(results.get("rollouts")):
-        draw(results["rollouts"]["rows"], Path(words["picture"]))
     good = all(part["good"] for part in results.values())
     print(
         json.dumps({"benchmark": "scale", "good": good, "seconds": round(time.time() - started), **facts(), **results})

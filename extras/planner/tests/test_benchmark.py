@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from benchmarks import plan
 from benchmarks.jobs import Job
 from benchmarks.scale.task import prepare
+from extras.planner.benchmarks import accuracy
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +21,7 @@ def record(job, step_s):
     for word in job.words:
         key, _, value = word.partition("=")
         length = int(value) if key.endswith("max_new_tokens") else length
-    rows, tokens = prompts * plan.GROUP, prompts * plan.GROUP * length
+    rows, tokens = prompts * accuracy.GROUP, prompts * accuracy.GROUP * length
     generate_s = length * (0.001 + 1e-4 * rows)
     made = []
     for step in range(1, int(words["steps"]) + 1):
@@ -35,14 +35,14 @@ def record(job, step_s):
 
 
 def test_the_benchmark_compares_predictions_with_runs(task, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(plan, "prepare", lambda folder: task)
+    monkeypatch.setattr(accuracy, "prepare", lambda folder: task)
     monkeypatch.setattr(Job, "run", lambda job: record(job, lambda rows, tokens: 0.05 + 2e-4 * tokens))
-    code = plan.main(["steps=4", "placements=one_process,torchrun", f"folder={tmp_path / 'runs'}"])
+    code = accuracy.main(["steps=4", "placements=one_process,torchrun", f"folder={tmp_path / 'runs'}"])
     out = capsys.readouterr().out.splitlines()
-    found = json.loads(out[-1])
+    report = json.loads(out[-1])
     assert out[0].split()[:4] == ["placement", "s/step", "predicted", "error"]
-    assert abs(found["rows"]["one_process"]["error"]) < 0.05
-    assert found["rows"]["torchrun"]["error"] < -0.25  # the second run was not faster
-    assert (code, found["good"]) == (1, False)
+    assert abs(report["rows"]["one_process"]["error"]) < 0.05
+    assert report["rows"]["torchrun"]["error"] < -0.25  # the second run was not faster
+    assert (code, report["good"]) == (1, False)
     with pytest.raises(SystemExit, match="unknown placement 'two'; valid: one_process"):
-        plan.main(["placements=two"])
+        accuracy.main(["placements=two"])

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from benchmarks import cluster
-from benchmarks.cluster import Case, measure
+from extras.planner.benchmarks import cluster
+from extras.planner.benchmarks.cluster import Case, measure
 from realign_planner.simulator import Tail
 
 

@@ -1,7 +1,7 @@
 """Compare the predictions of `realign plan` with runs on two cores.
 
-    python -m benchmarks.plan                                    # about 5 minutes on two idle cores, loopback only
-    python -m benchmarks.plan steps=6 placements=one_process,torchrun folder=runs/plan
+    python -m extras.planner.benchmarks.accuracy                 # about 5 minutes on two idle cores, loopback only
+    python -m extras.planner.benchmarks.accuracy steps=6 placements=one_process,torchrun folder=runs/plan
 
 The experiment is decoupled PPO with a reference model: a Qwen2 with 3 million weights, 128 responses of 32 tokens per
 step. Three runs in one process calibrate the costs, with the whole batch, with a quarter of its prompts, and with
@@ -177,12 +177,12 @@ def main(given: Sequence[str] | None = None) -> int:
         sys.exit(f"unknown placement {wrong[0]!r}; valid: {', '.join(PLACEMENTS)}")
     started = time.time()
     if words["folder"]:
-        found = validate(Path(words["folder"]).resolve(), words)
+        report = validate(Path(words["folder"]).resolve(), words)
     else:
         with tempfile.TemporaryDirectory() as folder:
-            found = validate(Path(folder), words)
-    print(json.dumps({"benchmark": "plan", "seconds": round(time.time() - started), **facts(), **found}))
-    return not found["good"]
+            report = validate(Path(folder), words)
+    print(json.dumps({"benchmark": "accuracy", "seconds": round(time.time() - started), **facts(), **report}))
+    return not report["good"]
 
 
 if __name__ == "__main__":

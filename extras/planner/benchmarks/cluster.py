@@ -1,18 +1,22 @@
 """Simulation of 8 to 1,024 accelerators: throughput and staleness by placement and staleness bound.
 
+    python -m extras.planner.benchmarks.cluster     # prints a table, draws a figure, and prints one JSON line
+
 The costs come from a roofline model, whose constants are assumptions (`realign_planner.options`). They were not
 measured on a cluster. Use the results to compare placements, not to predict seconds.
 """
 
 from __future__ import annotations
 
+import json
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import table
+from benchmarks.report import arguments, table
 from realign_planner.options import Accelerator, Assumed
 from realign_planner.simulator import (
     Costs,
@@ -175,3 +179,19 @@ def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=110)
     plt.close(figure)
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    """Simulate all numbers of accelerators; write the table, the figure and one JSON line."""
+    words = arguments({"picture": "runs/scaling.png", "processes": "2"}, given)
+    started = time.time()
+    rows = sweep(int(words["processes"]))
+    print(show(rows))
+    picture = Path(words["picture"])
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    draw(rows, picture)
+    print(json.dumps({"benchmark": "cluster", "seconds": round(time.time() - started), "rows": rows}))
+
+
+if __name__ == "__main__":
+    main()
