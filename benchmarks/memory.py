@@ -182,9 +182,9 @@ def estimated(configuration: Configuration) -> RoleMemory:
 
 def resident(field: str) -> int:
     """Return the resident memory of this process (VmRSS), or its peak (VmHWM), in bytes."""
-    found = re.search(rf"{field}:\s+(\d+) kB", STATUS.read_text(encoding="ascii"))
-    assert found is not None
-    return int(found[1]) * 1024
+    match = re.search(rf"{field}:\s+(\d+) kB", STATUS.read_text(encoding="ascii"))
+    assert match is not None
+    return int(match[1]) * 1024
 
 
 def measured(configuration: Configuration) -> dict[str, int]:
@@ -220,17 +220,17 @@ def compared(name: str) -> dict[str, Any]:
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     command = [sys.executable, "-m", "benchmarks.memory", f"{CHILD}={name}"]
     done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
-    found, role = json.loads(done.stdout.splitlines()[-1]), estimated(CONFIGURATIONS[name])
+    measured, role = json.loads(done.stdout.splitlines()[-1]), estimated(CONFIGURATIONS[name])
     expected = {"training": role.kept + role.training, "rollout": role.kept + role.rollout}
     sides = {
         what: {
             "estimate": round(expected[what] / MIB),
-            "measured": round(found[what] / MIB),
-            "ratio": round(expected[what] / found[what], 3),
+            "measured": round(measured[what] / MIB),
+            "ratio": round(expected[what] / measured[what], 3),
         }
         for what in expected
     }
-    peak = max(expected.values()) / max(found.values())
+    peak = max(expected.values()) / max(measured.values())
     return {"name": name, "peak_ratio": round(peak, 3), **sides}
 
 
@@ -269,8 +269,8 @@ def _rank(rank: int, size: int, work: Path, sizes: Mapping[str, int]) -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{work}/meeting", rank=rank, world_size=size)
     _saved_and_loaded(work / "small", {**sizes, "vocab_size": 1024, "num_hidden_layers": 2})
-    found = _saved_and_loaded(work / "large", sizes)
-    (work / f"{rank}.json").write_text(json.dumps(found), encoding="utf-8")
+    peaks = _saved_and_loaded(work / "large", sizes)
+    (work / f"{rank}.json").write_text(json.dumps(peaks), encoding="utf-8")
     torch.distributed.destroy_process_group()
 
 
@@ -281,19 +281,19 @@ def _saved_and_loaded(work: Path, sizes: Mapping[str, int]) -> dict[str, int]:
 
     ranks = current()
     ranks.lead(lambda: write_zeros(work / "start", sizes))
-    found: dict[str, int] = {}
+    peaks: dict[str, int] = {}
     before = resident("VmRSS")
 
     def peak(phase: str, action: Callable[[], Any]) -> Any:
         CLEAR.write_text("5", encoding="ascii")
         result = action()
-        found[phase] = resident("VmHWM") - before
+        peaks[phase] = resident("VmHWM") - before
         ranks.barrier()
         return result
 
     spec = TransformersModel(str(work / "start"), device="cpu", optimizer=OptimizerSpec())
     engine: Any = peak("load", lambda: spec.load("actor", seed=0)).engine
-    found["slice"] = sum(x.to_local().nbytes for x in engine.network.weights.sharded.values())
+    peaks["slice"] = sum(x.to_local().nbytes for x in engine.network.weights.sharded.values())
     peak("save", lambda: engine.save(work / "saved"))
     writer = CheckpointWriter(work / "checkpoints", 1, ranks)
 
@@ -304,7 +304,7 @@ def _saved_and_loaded(work: Path, sizes: Mapping[str, int]) -> dict[str, int]:
     peak("write checkpoint", write)
     (checkpoint,) = list_checkpoints(work / "checkpoints")
     peak("read checkpoint", lambda: engine.load_state_dict(checkpoint.read()["engine"]))
-    return found
+    return peaks
 
 
 def by_rank(size: int, sizes: Mapping[str, int] = RANKED) -> list[dict[str, Any]]:
@@ -313,9 +313,9 @@ def by_rank(size: int, sizes: Mapping[str, int] = RANKED) -> list[dict[str, Any]
     with tempfile.TemporaryDirectory() as work:
         with patch.dict(os.environ, environment):
             torch.multiprocessing.spawn(_rank, (size, Path(work), sizes), nprocs=size)
-        found = [json.loads(Path(work, f"{rank}.json").read_text(encoding="utf-8")) for rank in range(size)]
-    slice_ = max(of_rank["slice"] for of_rank in found)
-    peaks = {phase: max(of_rank[phase] for of_rank in found) for phase in found[0] if phase != "slice"}
+        ranks = [json.loads(Path(work, f"{rank}.json").read_text(encoding="utf-8")) for rank in range(size)]
+    slice_ = max(of_rank["slice"] for of_rank in ranks)
+    peaks = {phase: max(of_rank[phase] for of_rank in ranks) for phase in ranks[0] if phase != "slice"}
     return [
         {"phase": phase, "slice": round(slice_ / MIB), "measured": round(n / MIB), "ratio": round(n / slice_, 3)}
         for phase, n in peaks.items()

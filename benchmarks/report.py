@@ -46,7 +46,7 @@ def alternate(calls: Mapping[Key, Callable[[], object]], repeats: int, *, warm_u
                     times[name].append(spent)
     finally:
         gc.enable()
-    return {name: Seconds(*map(statistics.median, zip(*found, strict=True))) for name, found in times.items()}
+    return {name: Seconds(*map(statistics.median, zip(*rounds, strict=True))) for name, rounds in times.items()}
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -42,16 +42,16 @@ def cost(scenario: Scenario, copies: Sequence[int], budget: int, repeats: int) -
     """Measure seconds of a training step, and the cost of a sequence relative to the smallest batch."""
     step = TrainStep(make_actor(scenario), scenario)
     batches = {n: make_rollout(scenario, copies=n) for n in copies}
-    found = alternate({n: partial(step, batch, budget) for n, batch in batches.items()}, repeats)
-    each = {n: Seconds(seconds.wall / n, seconds.cpu / n) for n, seconds in found.items()}
+    timed = alternate({n: partial(step, batch, budget) for n, batch in batches.items()}, repeats)
+    each = {n: Seconds(seconds.wall / n, seconds.cpu / n) for n, seconds in timed.items()}
     first = each[copies[0]]
     return [
         {
             "copies": n,
             "sequences": batch.n_sequences,
             "tokens": batch.lengths["input_ids"].total,
-            "wall_s": round(found[n].wall, 4),
-            "cpu_s": round(found[n].cpu, 4),
+            "wall_s": round(timed[n].wall, 4),
+            "cpu_s": round(timed[n].cpu, 4),
             "wall_per_sequence": round(each[n].wall / first.wall, 3),
             "cpu_per_sequence": round(each[n].cpu / first.cpu, 3),
         }

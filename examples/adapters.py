@@ -104,26 +104,26 @@ class Play:
 
     async def random_play(self, games: int) -> list[dict[str, str]]:
         """Return the turns of games with random actions."""
-        make, found = load_environment(self.name, self.arguments), []
+        make, turns = load_environment(self.name, self.arguments), []
         for _ in range(games):
             world: Any = make()
             observation, _ = await value(world.reset({}, seed=self.seeds.getrandbits(31)))
             text = self.prompt + observation
             for turn in range(self.turns):
                 action = self.act(self.seeds)
-                found.append({"prompt": text, "response": action})
+                turns.append({"prompt": text, "response": action})
                 observation, _, over, cut, _ = await value(world.step(Response(action, (), turn, False)))
                 if over or cut:
                     break
                 text += action + EOS + observation
             if hasattr(world, "close"):
                 await value(world.close())
-        return found
+        return turns
 
 
-async def value(found: Any) -> Any:
+async def value(x: Any) -> Any:
     """Return the result of a method, which may be a coroutine."""
-    return await found if inspect.isawaitable(found) else found
+    return await x if inspect.isawaitable(x) else x
 
 
 def gymnasium(python: str) -> Task:

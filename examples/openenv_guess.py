@@ -46,10 +46,10 @@ class GuessEnvironment(Environment):
     def step(self, action: Guess, timeout_s: float | None = None, **more: Any) -> Hint:
         """Compare a guess with the number."""
         self._state.step_count += 1
-        found = action.message == str(self._secret)
-        over = found or not action.message.isdecimal() or self._state.step_count == GUESSES
+        right = action.message == str(self._secret)
+        over = right or not action.message.isdecimal() or self._state.step_count == GUESSES
         hint = "" if over else "higher\n" if self._secret > int(action.message) else "lower\n"
-        return Hint(text=hint, reward=float(found), done=over)
+        return Hint(text=hint, reward=float(right), done=over)
 
     @property
     def state(self) -> State:

@@ -356,33 +356,33 @@ def untimed(path: Path) -> list[dict[str, Any]]:
     return [{name: x for name, x in line.items() if not name.endswith(other)} for line in lines]
 
 
-def assert_same_tree(found: Any, expected: Any, where: str = "") -> None:
+def assert_same_tree(actual: Any, expected: Any, where: str = "") -> None:
     """Assert equality bit for bit. NaN equals NaN."""
-    assert type(found) is type(expected), where
+    assert type(actual) is type(expected), where
     if isinstance(expected, Mapping):
-        assert list(found) == list(expected), where
+        assert list(actual) == list(expected), where
         for key in expected:
-            assert_same_tree(found[key], expected[key], f"{where}/{key}")
+            assert_same_tree(actual[key], expected[key], f"{where}/{key}")
     elif isinstance(expected, list | tuple):
-        assert len(found) == len(expected), where
-        for i, (x, y) in enumerate(zip(found, expected, strict=True)):
+        assert len(actual) == len(expected), where
+        for i, (x, y) in enumerate(zip(actual, expected, strict=True)):
             assert_same_tree(x, y, f"{where}/{i}")
     elif isinstance(expected, torch.Tensor):
-        assert (found.dtype, found.shape) == (expected.dtype, expected.shape), where
-        assert found.numpy().tobytes() == expected.numpy().tobytes(), where
+        assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape), where
+        assert actual.numpy().tobytes() == expected.numpy().tobytes(), where
     else:
-        assert found == expected or (found != found and expected != expected), where
+        assert actual == expected or (actual != actual and expected != expected), where
 
 
-def assert_same_run(found: Path, expected: Path) -> None:
+def assert_same_run(actual: Path, expected: Path) -> None:
     """Assert equal metrics, samples, saved weights and last checkpoints: optimizers, moments and generators."""
     for name in ("metrics", "samples", "eval_samples"):
-        assert untimed(found / f"{name}.jsonl") == untimed(expected / f"{name}.jsonl"), name
+        assert untimed(actual / f"{name}.jsonl") == untimed(expected / f"{name}.jsonl"), name
     weights = sorted(path.relative_to(expected) for path in expected.glob("[fsb]*/**/*.safetensors"))
-    assert weights == sorted(path.relative_to(found) for path in found.glob("[fsb]*/**/*.safetensors"))
+    assert weights == sorted(path.relative_to(actual) for path in actual.glob("[fsb]*/**/*.safetensors"))
     for path in weights:
-        assert_same_tree(load_file(found / path), load_file(expected / path), str(path))
-    last, whole = (list_checkpoints(out / "checkpoints")[-1].read() for out in (found, expected))
+        assert_same_tree(load_file(actual / path), load_file(expected / path), str(path))
+    last, whole = (list_checkpoints(out / "checkpoints")[-1].read() for out in (actual, expected))
     for state in (last, whole):
         del state["records"]  # durations, and their numbers of bytes
     assert_same_tree(last, whole)
@@ -390,6 +390,6 @@ def assert_same_run(found: Path, expected: Path) -> None:
 
 def state(out: Path) -> Any:
     """Return the last checkpoint without the entries about place and time of its writing."""
-    found = list_checkpoints(out / "checkpoints")[-1].read()
-    found["saves"].pop("known")
-    return {key: x for key, x in found.items() if key not in ("records", "config", "environment")}
+    tree = list_checkpoints(out / "checkpoints")[-1].read()
+    tree["saves"].pop("known")
+    return {key: x for key, x in tree.items() if key not in ("records", "config", "environment")}

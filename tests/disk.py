@@ -33,8 +33,8 @@ class DiskLog:
         monkeypatch.setattr(os, "rename", renamed)
         monkeypatch.setattr(os, "replace", replaced)
 
-    def _note(self, event: str, found: os.stat_result) -> None:
-        self._events.append((event, (found.st_dev, found.st_ino)))
+    def _note(self, event: str, stat: os.stat_result) -> None:
+        self._events.append((event, (stat.st_dev, stat.st_ino)))
 
     def last_sync(self, path: Path) -> int:
         """Return the number of the last sync of a file or folder; -1 if there is none."""
@@ -51,8 +51,8 @@ class DiskLog:
         return numbers[-1]
 
     def _all(self, event: str, path: Path) -> list[int]:
-        found = path.stat()
-        wanted = (event, (found.st_dev, found.st_ino))
+        stat = path.stat()
+        wanted = (event, (stat.st_dev, stat.st_ino))
         return [number for number, noted in enumerate(self._events) if noted == wanted]
 
 

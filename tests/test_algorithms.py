@@ -64,8 +64,8 @@ def merged(lower: dict[str, Any], upper: dict[str, Any]) -> dict[str, Any]:
 def rl_experiments() -> tuple[str, ...]:
     """Return the experiments for which presets exist: those whose actor has the pipeline of a policy."""
     actors = {name: template("experiment", name)["interfaces"].get("actor") for name in sorted(list_experiments())}
-    found = {name: import_target(node["_target_"], name) for name, node in actors.items() if node is not None}
-    return tuple(name for name, actor in found.items() if issubclass(actor, PolicyInterface))
+    classes = {name: import_target(node["_target_"], name) for name, node in actors.items() if node is not None}
+    return tuple(name for name, actor in classes.items() if issubclass(actor, PolicyInterface))
 
 
 PAIRS = [(experiment, preset) for experiment in rl_experiments() for preset in ALGORITHMS]

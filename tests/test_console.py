@@ -151,6 +151,6 @@ def test_a_command_whose_output_is_its_result_fails_if_it_is_lost(words, full, c
     """Quietly after a closed pipe, as in `realign --help | head`."""
     errors = os.open("errors", os.O_WRONLY | os.O_CREAT)
     with descriptors(os.open("/dev/full", os.O_WRONLY) if full else closed_pipe(), errors):
-        found = cli.main(words)
-    assert found == code
+        code_given = cli.main(words)
+    assert code_given == code
     assert Path("errors").read_text() == ("error: [Errno 28] No space left on device\n" if full else "")

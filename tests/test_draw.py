@@ -35,12 +35,12 @@ def ppo() -> DataflowGraph:
 
 
 def test_flows_bundle_keys_by_source_and_leave_out_an_order_that_data_imply():
-    found = flows(ppo())
-    assert Flow("actor_gen", SCORED, ("ref_inf", "actor_inf", "critic_inf")) in found
-    assert Flow(DATASET, ("row",), ("reward_inf",)) in found
-    assert Flow("actor_gen", ("versions",), note=("(kept for reports)",)) in found
-    assert Flow("actor_gen", ("truncated",), note=("(unread)",)) in found
-    assert [flow for flow in found if not flow.keys] == [Flow("actor_train", (), ("critic_train",))]
+    drawn = flows(ppo())
+    assert Flow("actor_gen", SCORED, ("ref_inf", "actor_inf", "critic_inf")) in drawn
+    assert Flow(DATASET, ("row",), ("reward_inf",)) in drawn
+    assert Flow("actor_gen", ("versions",), note=("(kept for reports)",)) in drawn
+    assert Flow("actor_gen", ("truncated",), note=("(unread)",)) in drawn
+    assert [flow for flow in drawn if not flow.keys] == [Flow("actor_train", (), ("critic_train",))]
 
 
 def sides(rect: ET.Element) -> tuple[float, float, float, float]:

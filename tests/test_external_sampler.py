@@ -108,10 +108,10 @@ def test_a_role_that_shares_the_model_shares_the_sampler(tmp_path, opened):
     plain = experiment(tmp_path)
     shared = replace(plain, models=plain.models | {"ref": SharedModel("actor")})
     models = load_models(shared)
-    found = SharedModel("actor").load("view", seed=0, loaded=models)
-    assert found.sampler is models["actor"].sampler is opened[0]
+    view = SharedModel("actor").load("view", seed=0, loaded=models)
+    assert view.sampler is models["actor"].sampler is opened[0]
     models["actor"].publish_weights(4)
-    assert (found.version, opened[0].version) == (4, 4)
+    assert (view.version, opened[0].version) == (4, 4)
     opened[0].close()
 
 

@@ -193,8 +193,8 @@ def test_groups_of_equal_rewards_make_no_step_and_a_run_of_nothing_else_fails(tm
     reward = RuleRewardInterface(function=f"{__file__}:constant", workers=0)
     with pytest.raises(RunError, match="Check whether all rewards are equal"):
         run(experiment(tmp_path, path, reward=reward))
-    found = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [r.get("zero_gradient_steps") for r in found[1:]] == [1.0, 1.0]
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [r.get("zero_gradient_steps") for r in records[1:]] == [1.0, 1.0]
 
 
 def constant(prompt: str, response: str, row: dict[str, Any]) -> float:
@@ -285,8 +285,8 @@ def test_a_disk_that_is_full_for_a_while_costs_no_line_and_no_step(tmp_path, ful
     ):
         result = run(experiment(tmp_path, path, **settings), trackers=[Fills()])
     for name in ("metrics", "samples"):
-        found = [read(tmp_path / run_ / f"{name}.jsonl") for run_ in ("undisturbed", "run")]
-        assert found[0] == found[1] != []
+        stats = [read(tmp_path / run_ / f"{name}.jsonl") for run_ in ("undisturbed", "run")]
+        assert stats[0] == stats[1] != []
     assert same_weights(tmp_path / "undisturbed" / "final", result.output_dir / "final")
     first, second = (list_checkpoints(tmp_path / run_ / "checkpoints") for run_ in ("undisturbed", "run"))
     assert [c.step for c in first] == [1, 2, 3, 4]

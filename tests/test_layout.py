@@ -21,10 +21,10 @@ def imports(path: Path, tree: ast.Module, known: set[str]) -> set[str]:
     """Return the modules of `known` that a file imports, including imports in functions and for types only."""
     name = module_of(path)
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-    found = set()
+    modules = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            modules |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             base = node.module or ""
             if node.level:
@@ -32,8 +32,8 @@ def imports(path: Path, tree: ast.Module, known: set[str]) -> set[str]:
                 base = ".".join([*parts[: len(parts) - node.level + 1], *([node.module] if node.module else [])])
             for alias in node.names:
                 inner = f"{base}.{alias.name}"
-                found.add(inner if inner in known else base)
-    return {other for other in found if other in known and other != name}
+                modules.add(inner if inner in known else base)
+    return {other for other in modules if other in known and other != name}
 
 
 def test_no_file_imports_itself_by_way_of_others():
@@ -54,18 +54,18 @@ def test_every_folder_of_tests_is_a_package_of_the_project():
 def test_no_test_module_is_imported_by_another():
     """What several test modules need is a fixture, or a module without tests."""
     known = {module_of(path) for path in (ROOT / "tests").rglob("*.py")}
-    found = {
+    imports_of_tests = {
         f"{path.relative_to(ROOT)} imports {other}"
         for path, tree in trees_of(ROOT / "tests", r"^\s*(from|import)\b.*\btest_|^\s+test_\w+,$")
         for other in imports(path, tree, known)
         if other.rpartition(".")[2].startswith("test_")
     }
-    assert found == set()
+    assert imports_of_tests == set()
 
 
 def test_no_assert_computes_something_that_the_code_needs():
     """`python -O` removes asserts, so the only check of a setting must not be the side effect of one."""
-    found = [
+    asserts = [
         f"{path}:{node.lineno}"
         for path, tree in trees_of(ROOT / "realign", r"^ *assert (.*:=|.*[(\[{]$|await\b|[\w.]+ *($|[,#]))")
         for node in ast.walk(tree)
@@ -75,7 +75,7 @@ def test_no_assert_computes_something_that_the_code_needs():
             or any(isinstance(part, ast.NamedExpr) for part in ast.walk(node.test))
         )
     ]
-    assert found == []
+    assert asserts == []
 
 
 def test_runtime_and_config_never_ask_for_the_class_of_an_interface():

@@ -300,12 +300,12 @@ ELSEWHERE = {
 
 def test_one_module_writes_and_removes_files():
     """All others call it, so that no link is followed and nothing of somebody else is removed."""
-    package, found = Path(realign.__file__).parent, {}
+    package, calls_by_file = Path(realign.__file__).parent, {}
     for path, name, call in calls_of(package, rf"\bopen\(|\.({'|'.join(WRITES)})\("):
         if _writes(call):
-            found.setdefault(str(path.relative_to(package)), set()).add(name)
-    assert {name: calls for name, calls in found.items() if name not in ("own_files.py", *ELSEWHERE)} == {}
-    assert found.keys() >= ELSEWHERE.keys()
+            calls_by_file.setdefault(str(path.relative_to(package)), set()).add(name)
+    assert {name: calls for name, calls in calls_by_file.items() if name not in ("own_files.py", *ELSEWHERE)} == {}
+    assert calls_by_file.keys() >= ELSEWHERE.keys()
 
 
 def _writes(call: ast.Call) -> bool:

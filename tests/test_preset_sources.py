@@ -34,12 +34,12 @@ def keys_of(pattern: str) -> list[str]:
 def constants(preset: str) -> dict[str, tuple[Any, str]]:
     """Return value and place of every constant of a preset, by config key."""
     entry = TABLE[preset]
-    found = dict(constants(entry["like"])) if "like" in entry else {}
+    values = dict(constants(entry["like"])) if "like" in entry else {}
     for source in entry["sources"]:
         where = source.get("paper") or f"{source['repository']} {source['file']}"
         for pattern, (value, place) in source["constants"].items():
-            found |= dict.fromkeys(keys_of(pattern), (value, f"{where}, {place}"))
-    return found
+            values |= dict.fromkeys(keys_of(pattern), (value, f"{where}, {place}"))
+    return values
 
 
 def ours(preset: str) -> dict[str, str]:
@@ -59,11 +59,11 @@ def value_at(config: Any, key: str) -> Any:
 def differences(preset: str, *overrides: str) -> list[str]:
     """Return the constants of a composed preset that differ from the table, each with its source."""
     config = build_experiment(compose([f"experiment={preset}", *MUST_BE_GIVEN[preset], *overrides])).resolved
-    found = {key: value_at(config, key) for key in constants(preset)}
+    values = {key: value_at(config, key) for key in constants(preset)}
     return [
-        f"{key}={found[key]!r}, but {value!r} in {where}"
+        f"{key}={values[key]!r}, but {value!r} in {where}"
         for key, (value, where) in constants(preset).items()
-        if found[key] != value
+        if values[key] != value
     ]
 
 
@@ -144,21 +144,21 @@ def test_deepspeed_chat_reads_the_score_before_the_end_token_which_it_does_not_t
     before_end = [8 if response == [EOS] else [i for i in response if i != EOS][-1] for response in RESPONSES]
     torch.testing.assert_close(scored["rewards"], engine.values_V[before_end])
     data = data.with_sequences(rewards=torch.tensor([1.0, -9.0, 2.0, 7.0, 0.5]))
-    found = preset.interfaces["actor"].credit(Model("actor", engine, TOKENIZER), data, MicroBatchSpec())
+    credit = preset.interfaces["actor"].credit(Model("actor", engine, TOKENIZER), data, MicroBatchSpec())
     keys = ("logprobs", "ref_logprobs", "values")
     dropped = []
     for s, response in enumerate(RESPONSES):
         columns = [data.sequences(key)[s][2:].tolist() for key in keys]
         expected = deepspeed_chat_in_plain_python(response, *columns, data["rewards"][s].item())
-        mask_T = found.sequences("loss_mask")[s][2:]
+        mask_T = credit.sequences("loss_mask")[s][2:]
         if expected is None:
             dropped.append(response)
             assert not mask_T.any()
             continue
         advantages, returns, trains = expected
         assert mask_T.tolist() == trains
-        assert found.sequences("advantages")[s][2:].tolist() == pytest.approx(advantages, abs=1e-5)
-        assert found.sequences("returns")[s][2:].tolist() == pytest.approx(returns, abs=1e-5)
+        assert credit.sequences("advantages")[s][2:].tolist() == pytest.approx(advantages, abs=1e-5)
+        assert credit.sequences("returns")[s][2:].tolist() == pytest.approx(returns, abs=1e-5)
     assert dropped == [[3, EOS], [EOS]]
 
 
@@ -176,4 +176,4 @@ def test_the_table_names_repository_file_and_commit_or_paper():
         for source in entry["sources"]:
             assert ("paper" in source) != ({"repository", "file"} <= source.keys())
             assert source.get("checked", True) is False or "paper" in source or "commit" in source
-            assert all(len(found) == 2 and str(found[1]) for found in source["constants"].values())
+            assert all(len(constant) == 2 and str(constant[1]) for constant in source["constants"].values())

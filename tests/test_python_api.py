@@ -444,10 +444,10 @@ def test_a_model_with_the_tokenizer_of_llama_2_writes_the_trained_answer_token_b
         return realign.train(name, model=model, output_dir=name, **given, **more).folder / "final/actor"
 
     def answer(folder):
-        found = AutoModelForCausalLM.from_pretrained(folder).generate(
+        generated = AutoModelForCausalLM.from_pretrained(folder).generate(
             torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), do_sample=False, max_new_tokens=6
         )
-        return tokenizer.convert_ids_to_tokens(found[0, len(prompt) :])
+        return tokenizer.convert_ids_to_tokens(generated[0, len(prompt) :])
 
     both = [{"prompt": "1+1=", "completion": answer} for answer in ("2", "3", "2", "3")]
     sft = train("sft", "model", data=[both[0]] * 4, steps=8)

@@ -108,7 +108,7 @@ def command(ports: list[int], *words: str) -> tuple[int, str, str]:
 
 def scenario(folder: Path, ports: list[int]) -> dict[str, object]:
     ranks, counted = current(), []
-    found: dict[str, object] = {
+    outcomes: dict[str, object] = {
         "ranks": (ranks.rank, ranks.size, ranks.leader),
         "broadcast": ranks.broadcast(f"of {ranks.rank}"),
         "gather": ranks.gather(ranks.rank**2),
@@ -122,16 +122,16 @@ def scenario(folder: Path, ports: list[int]) -> dict[str, object]:
         "saved": saved(folder),
     }
     sys.argv = ["realign"]
-    found["mistake"] = command(ports, "experiment=bigrm")
-    found["version"] = command(ports, "--version")
-    found["sweep"] = command(ports, "-m", "experiment=sft_arithmetic", "seed=1,2")
-    return found
+    outcomes["mistake"] = command(ports, "experiment=bigrm")
+    outcomes["version"] = command(ports, "--version")
+    outcomes["sweep"] = command(ports, "-m", "experiment=sft_arithmetic", "seed=1,2")
+    return outcomes
 
 
 @pytest.mark.slow
 def test_three_processes_agree(tmp_path) -> None:
-    found = run_ranks(3, scenario, tmp_path, [free_port() for _ in range(3)])
-    by_name = {name: [each[name] for each in found] for name in found[0]}
+    ranks = run_ranks(3, scenario, tmp_path, [free_port() for _ in range(3)])
+    by_name = {name: [each[name] for each in ranks] for name in ranks[0]}
     assert by_name["ranks"] == [(0, 3, True), (1, 3, False), (2, 3, False)]
     assert by_name["broadcast"] == ["of 0"] * 3
     assert by_name["gather"] == [[0, 1, 4]] * 3

@@ -52,8 +52,8 @@ def test_every_text_that_cannot_be_read_is_a_yaml_error(text):
 
 
 def test_nothing_else_reads_yaml():
-    package, found = Path(realign.__file__).parent, []
+    package, files = Path(realign.__file__).parent, []
     for file, name, _ in calls_of(package, r"yaml\.\w*load|OmegaConf\.load"):
         if name in ("yaml.load", "yaml.safe_load", "yaml.full_load", "yaml.load_all", "OmegaConf.load"):
-            found.append(str(file.relative_to(package)))
-    assert found == ["config/aliases.py", "safe_yaml.py"]  # the first reads a file of the package, names.yaml
+            files.append(str(file.relative_to(package)))
+    assert files == ["config/aliases.py", "safe_yaml.py"]  # the first reads a file of the package, names.yaml

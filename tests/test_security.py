@@ -267,22 +267,22 @@ PIPES = {"rewards/pool/worker.py", "runtime/ray/workers.py"}
 
 
 def test_nothing_is_unpickled_but_what_the_processes_of_one_run_tell_each_other():
-    found = []
+    files = []
     for file, name, node in calls_of(PACKAGE, r"pickle|Unpickler|shelve|(torch|np|joblib|dill|marshal)\.load"):
         safe = any(word.arg == "weights_only" and ast.unparse(word.value) == "True" for word in node.keywords)
         numpy = name.endswith("np.load") and any(word.arg == "allow_pickle" for word in node.keywords)
         if (name.endswith(UNPICKLES) and not safe) or numpy or name in ("pd.read_pickle", "shelve.open"):
-            found.append(str(file.relative_to(PACKAGE)))
-    assert set(found) == PIPES
+            files.append(str(file.relative_to(PACKAGE)))
+    assert set(files) == PIPES
 
 
 def test_no_text_is_evaluated_and_only_known_files_start_programs():
-    found = []
+    starts = []
     for file, name, node in calls_of(PACKAGE, r"\beval\(|\bexec\(|os\.(system|popen)|subprocess\.|\bshell\s*="):
         shell = any(word.arg == "shell" for word in node.keywords)
         if name in ("eval", "exec", "os.system", "os.popen") or name.startswith("subprocess.") or shell:
-            found.append(f"{file.relative_to(PACKAGE)}: {name}")
-    assert found == [
+            starts.append(f"{file.relative_to(PACKAGE)}: {name}")
+    assert starts == [
         "cli/import_config.py: subprocess.run",
         "environments/adapters/verifiers_agent.py: subprocess.Popen",
         "rewards/sandbox.py: subprocess.Popen",
@@ -322,14 +322,14 @@ def test_code_beside_the_weights_is_not_run_unless_it_is_named(tmp_path):
 
 def test_every_loader_of_transformers_is_told_whether_to_run_code():
     """Without the argument, transformers asks on the terminal, and a `y` in stdin runs the code."""
-    found = []
+    loaders = []
     for folder in (PACKAGE, PACKAGE.parent / "examples"):
         for _, name, node in calls_of(folder, "from_pretrained|from_config"):
             loads = name.rpartition(".")[2] in ("from_pretrained", "from_config")
             if loads and not any(word.arg == "trust_remote_code" for word in node.keywords):
-                found.append(name)
+                loaders.append(name)
     # the first is a class that is loaded already, and reads no folder; the others have no such argument, and read JSON
-    assert found == ["family.from_pretrained", "GenerationConfig.from_pretrained", "PeftConfig.from_pretrained"]
+    assert loaders == ["family.from_pretrained", "GenerationConfig.from_pretrained", "PeftConfig.from_pretrained"]
 
 
 BAD_NAMES = ("../up", "a/b", ".hidden", "")

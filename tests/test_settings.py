@@ -27,15 +27,15 @@ def settings_classes() -> list[type[Settings]]:
     for module in pkgutil.walk_packages(realign.__path__, "realign."):
         if not module.name.endswith("__main__"):
             importlib.import_module(module.name)
-    waiting, found = [Settings], []
+    waiting, classes = [Settings], []
     while waiting:
         cls = waiting.pop()
         waiting += cls.__subclasses__()
         ours = cls.__module__.startswith("realign.") and not inspect.isabstract(cls)
         ours = ours and cls is not ExperimentConfig  # its values may be `???` still; `Experiment` checks them
         if ours and "__dataclass_fields__" in vars(cls):
-            found.append(cls)
-    return sorted(found, key=lambda cls: (cls.__module__, cls.__qualname__))
+            classes.append(cls)
+    return sorted(classes, key=lambda cls: (cls.__module__, cls.__qualname__))
 
 
 CLASSES = settings_classes()

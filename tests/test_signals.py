@@ -287,14 +287,14 @@ def test_a_signal_before_the_first_step_raises_its_own_exit_code():
 
 
 def test_another_thread_than_the_main_one_handles_no_signals():
-    found: Sequence[object] = []
+    handlers: Sequence[object] = []
 
     def use() -> None:
-        nonlocal found
+        nonlocal handlers
         with StopSignals() as signals:
-            found = [signals.received, signal.getsignal(signal.SIGINT)]
+            handlers = [signals.received, signal.getsignal(signal.SIGINT)]
 
     thread = threading.Thread(target=use)
     thread.start()
     thread.join()
-    assert found == [None, signal.getsignal(signal.SIGINT)]
+    assert handlers == [None, signal.getsignal(signal.SIGINT)]

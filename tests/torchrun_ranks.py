@@ -96,23 +96,23 @@ def environment(folder: Path, mark: str) -> dict[str, str]:
 
 def end(mark: str) -> list[int]:
     """End the processes with this mark, and return their ids."""
-    found: Sequence[int] = marked(mark)
-    for pid in found:
+    pids: Sequence[int] = marked(mark)
+    for pid in pids:
         os.kill(pid, signal.SIGKILL)
-    return list(found)
+    return list(pids)
 
 
 def marked(mark: str) -> list[int]:
     """Return the processes with this mark."""
-    wanted, found = f"{MARK}={mark}".encode(), []
+    wanted, pids = f"{MARK}={mark}".encode(), []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
                 if wanted in (entry / "environ").read_bytes().split(b"\0"):
-                    found.append(int(entry.name))
+                    pids.append(int(entry.name))
             except OSError:  # it has ended, or belongs to another user
                 continue
-    return found
+    return pids
 
 
 STEPS = 40
@@ -135,6 +135,6 @@ def assert_same_as_whole(out: str) -> None:
     assert cli.main([*ARGS, "output_dir=whole"]) == 0
     for name in ("metrics", "samples", "eval_samples"):
         assert untimed(Path(out, f"{name}.jsonl")) == untimed(Path("whole", f"{name}.jsonl")), name
-    found, expected = (np.load(Path(folder, "final/actor/bigram.npz")) for folder in (out, "whole"))
-    assert found.files == expected.files
-    assert all(found[name].tobytes() == expected[name].tobytes() for name in expected.files)
+    actual, expected = (np.load(Path(folder, "final/actor/bigram.npz")) for folder in (out, "whole"))
+    assert actual.files == expected.files
+    assert all(actual[name].tobytes() == expected[name].tobytes() for name in expected.files)

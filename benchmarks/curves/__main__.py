@@ -74,18 +74,19 @@ class Study:
 
 def panels(sets: Mapping[str, Seeds], titles: Mapping[str, str] = CURVES) -> dict[str, dict[str, Any]]:
     """Return the panels of some metrics, by default of score, KL and KL coefficient."""
-    return {title: {label: series(found, name) for label, found in sets.items()} for name, title in titles.items()}
+    return {title: {label: series(records, name) for label, records in sets.items()} for name, title in titles.items()}
 
 
 def agreement(a: Seeds, b: Seeds) -> dict[str, dict[str, float]]:
     """Print and return the agreement of the three curves."""
-    found = {name: compare(series(a, name), series(b, name)) for name in CURVES}
+    comparisons = {name: compare(series(a, name), series(b, name)) for name in CURVES}
     head = ["curve", "steps within 2 SE", "expected", "p", "largest difference / range"]
     cells = [
-        [name, f"{x.fraction:.0%}", f"{x.expected:.0%}", f"{x.p:.2f}", f"{x.largest:.1%}"] for name, x in found.items()
+        [name, f"{x.fraction:.0%}", f"{x.expected:.0%}", f"{x.p:.2f}", f"{x.largest:.1%}"]
+        for name, x in comparisons.items()
     ]
     print(text_table(head, cells), "\n", flush=True)
-    return {name: asdict(x) for name, x in found.items()}
+    return {name: asdict(x) for name, x in comparisons.items()}
 
 
 def metrics(columns: Mapping[str, Seeds], names: Sequence[str] = TABLE) -> list[list[str]]:
@@ -97,16 +98,16 @@ def metrics(columns: Mapping[str, Seeds], names: Sequence[str] = TABLE) -> list[
 
 def match(study: Study) -> dict[str, Any]:
     """Compare both implementations on each reward function."""
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     rows = []
     for reward in study.rewards:
         sets = {label: study.records(implementation=name, reward=reward) for name, label in NAMES.items()}
         print(f"{reward}: both implementations, {len(study.seeds)} seeds, {study.run.steps} steps")
-        found[reward] = {"agreement": agreement(*sets.values()), "all updates": metrics(sets)}
+        results[reward] = {"agreement": agreement(*sets.values()), "all updates": metrics(sets)}
         rows.append((reward, panels(sets)))
     title = f"Score, KL and KL coefficient: mean and standard deviation over {len(study.seeds)} seeds"
     picture.draw(rows, study.images / "curves_match.png", title=title)
-    return found
+    return results
 
 
 VARIANTS = ("tensorflow", "pytorch")
@@ -123,13 +124,13 @@ def adam(study: Study) -> dict[str, Any]:
     once = {f"independent, {variant}": updated_once(study, variant, study.run.width) for variant in VARIANTS}
     print("first update, by implementation and variant of Adam")
     firsts = {f"realign, {variant}": [records[:1] for records in seeds] for variant, seeds in shown.items()}
-    found: dict[str, Any] = {"first update": metrics({**once, **firsts})}
+    results: dict[str, Any] = {"first update": metrics({**once, **firsts})}
     print("realign: TensorFlow's Adam against PyTorch's")
-    found["curves"] = agreement(*shown.values())
+    results["curves"] = agreement(*shown.values())
     title = f"realign with both variants of Adam: mean and standard deviation over {len(study.seeds)} seeds"
     others = panels(shown, {name: name for name in ("approxkl", "clipfrac", "entropy")})
     picture.draw([("", panels(shown)), ("", others)], study.images / "curves_adam.png", title=title)
-    return found
+    return results
 
 
 def temperature(study: Study) -> dict[str, Any]:
@@ -139,25 +140,25 @@ def temperature(study: Study) -> dict[str, Any]:
         "logits unscaled": study.records(implementation="padded", scaled_logprobs=False),
     }
     print("log-probs of the independent implementation with and without temperature")
-    found = {"curves": agreement(*sets.values()), "all updates": metrics(sets, ("score", "kl", "sampler_kl", *TABLE))}
+    results = {"curves": agreement(*sets.values()), "all updates": metrics(sets, ("score", "kl", "sampler_kl", *TABLE))}
     title = f"Temperature in log-probs (independent): mean and standard deviation over {len(study.seeds)} seeds"
     titles = {"score": "score", "kl": "KL of these log-probs (nats)", "sampler_kl": "KL of the sampler (nats)"}
     picture.draw([("", panels(sets, titles))], study.images / "curves_temperature.png", title=title)
-    return found
+    return results
 
 
 def size(study: Study) -> dict[str, Any]:
     """Compare the first update of both variants of Adam on models of several widths (independent implementation)."""
-    found: dict[str, Any] = {}
+    by_width: dict[str, Any] = {}
     for width in study.widths:
         print(f"width {width}, first update")
-        found[str(width)] = metrics({variant: updated_once(study, variant, width) for variant in VARIANTS})
-    return found
+        by_width[str(width)] = metrics({variant: updated_once(study, variant, width) for variant in VARIANTS})
+    return by_width
 
 
 def smollm2(study: Study) -> dict[str, Any]:
     """Compare both implementations on SmolLM2-135M, step by step, on identical samples."""
-    words, found = study.given, {}
+    words, by_seed = study.given, {}
     for seed in study.seeds:
         run = Run(seed=seed, steps=study.run.steps, batch=int(words["batch"]), lr=float(words["lr"]), horizon=10_000)
         path = study.folder / "records" / f"smollm2_{seed}_{run.steps}_{run.batch}_{run.lr}.jsonl"
@@ -177,9 +178,9 @@ def smollm2(study: Study) -> dict[str, Any]:
         print(f"SmolLM2-135M, seed {seed}, {run.batch} responses per step: after a step")
         print(text_table(["step", *DIFFERENCES.values()], rows), "\n", flush=True)
         picture.draw_replay(records, study.images / f"curves_smollm2_{seed}.png")
-        found[str(seed)] = {name: max(record[name] for record in records) for name in DIFFERENCES}
-        found[str(seed)]["scores_that_differ"] = sum(record["scores_that_differ"] for record in records)
-    return found
+        by_seed[str(seed)] = {name: max(record[name] for record in records) for name in DIFFERENCES}
+        by_seed[str(seed)]["scores_that_differ"] = sum(record["scores_that_differ"] for record in records)
+    return by_seed
 
 
 PARTS: Mapping[str, Callable[[Study], dict[str, Any]]] = {
@@ -205,8 +206,8 @@ def main(given: Sequence[str] | None = None) -> None:
         widths=tuple(int(width) for width in words["widths"].split(",")),
         given=words,
     )
-    found = {name: PARTS[name](study) for name in words["parts"].split(",")}
-    print(json.dumps({"benchmark": "curves", **asdict(study.run), **facts(), **found}))
+    results = {name: PARTS[name](study) for name in words["parts"].split(",")}
+    print(json.dumps({"benchmark": "curves", **asdict(study.run), **facts(), **results}))
 
 
 if __name__ == "__main__":

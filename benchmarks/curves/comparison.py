@@ -52,7 +52,7 @@ def splits(total: int, size: int) -> Iterator[tuple[int, ...]]:
 
 def compare(a: Curves, b: Curves) -> Agreement:
     """Compare two sets of curves with at least two seeds each."""
-    every, found = np.concatenate([a, b]), within(a, b)
+    every, distance = np.concatenate([a, b]), within(a, b)
     others = []
     for chosen in splits(len(every), len(a)):
         rest = np.setdiff1d(np.arange(len(every)), chosen)
@@ -60,8 +60,8 @@ def compare(a: Curves, b: Curves) -> Agreement:
     means = np.concatenate([a.mean(0), b.mean(0)])
     span = float(means.max() - means.min())
     largest = float(np.abs(a.mean(0) - b.mean(0)).max()) / span if span else 0.0
-    below = sum(value <= found + 1e-12 for value in others)
-    return Agreement(found, float(np.mean(others)), below / len(others), largest)
+    below = sum(value <= distance + 1e-12 for value in others)
+    return Agreement(distance, float(np.mean(others)), below / len(others), largest)
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float]:

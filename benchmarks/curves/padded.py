@@ -220,9 +220,9 @@ class PaddedPPO:
         ratio = difference.exp()
         plain, limited = -advantages * ratio, -advantages * ratio.clamp(1 - c.clip, 1 + c.clip)
         policy_loss = torch.maximum(plain, limited).mean()
-        found = {"difference": difference, "clipped": limited > plain, "policy_loss": policy_loss}
-        found |= {"value_loss": value_loss, "returns": returns, "entropy": -(logprobs.exp() * logprobs).sum(-1)}
-        return policy_loss + c.value_coef * value_loss, {name: x.detach() for name, x in found.items()}
+        parts = {"difference": difference, "clipped": limited > plain, "policy_loss": policy_loss}
+        parts |= {"value_loss": value_loss, "returns": returns, "entropy": -(logprobs.exp() * logprobs).sum(-1)}
+        return policy_loss + c.value_coef * value_loss, {name: x.detach() for name, x in parts.items()}
 
     def update(self, batch: Rollout) -> dict[str, float]:
         """Train on a rollout batch, adapt the KL coefficient, and return the metrics of the update."""
@@ -231,9 +231,9 @@ class PaddedPPO:
         parts: list[dict[str, Tensor]] = []
         for _ in range(c.epochs):
             for index in torch.randperm(size, generator=self.random).to(self.device).chunk(c.minibatches):
-                loss, found = self.loss(batch.rows(index))
+                loss, terms = self.loss(batch.rows(index))
                 self.adam.step(torch.autograd.grad(loss, self.parameters), lr)
-                parts.append(found)
+                parts.append(terms)
         self.updates_done += 1
         kl = float((batch.logprobs - batch.ref_logprobs).sum(1).mean())
         record = {"score": float(batch.scores.mean()), "kl": kl, "kl_coef": self.kl_coef}
@@ -242,13 +242,13 @@ class PaddedPPO:
         return record | metrics({name: torch.stack([p[name] for p in parts]) for name in parts[0]})
 
 
-def metrics(found: dict[str, Tensor]) -> dict[str, float]:
+def metrics(parts: dict[str, Tensor]) -> dict[str, float]:
     """Compute the metrics of an update from stacked tensors: means over mini-batches, moments over all their tokens."""
-    difference = found["difference"].double()
+    difference = parts["difference"].double()
     ratio = difference.exp()
     values = {
         "approxkl": 0.5 * (difference**2).mean(),
-        "clipfrac": found["clipped"].double().mean(),
+        "clipfrac": parts["clipped"].double().mean(),
         "ratio_mean": ratio.mean(),
         "ratio_var": ratio.var(correction=0),
         "ratio_max": ratio.max(),
@@ -258,8 +258,8 @@ def metrics(found: dict[str, Tensor]) -> dict[str, float]:
         "logprob_diff_max": difference.max(),
         "logprob_diff_min": difference.min(),
     }
-    values |= {name: found[name].mean() for name in ("policy_loss", "value_loss", "entropy")}
-    values["return_mean"] = found["returns"].mean()
+    values |= {name: parts[name].mean() for name in ("policy_loss", "value_loss", "entropy")}
+    values["return_mean"] = parts["returns"].mean()
     return {name: float(value) for name, value in values.items()}
 
 
@@ -268,15 +268,15 @@ def queries(texts: Sequence[str], vocabulary: dict[str, int], length: int) -> li
 
     Texts without such a query are skipped.
     """
-    found = []
+    prompts = []
     for text in texts:
         words = text.split()
         start = words.index(".") + 1 if "." in words else len(words)
         excerpt = words[start if start < len(words) else 0 :][:length]
         if "." in words and "." in excerpt:
             end = len(excerpt) - excerpt[::-1].index(".")
-            found.append([vocabulary[word] for word in excerpt[:end]])
-    return found
+            prompts.append([vocabulary[word] for word in excerpt[:end]])
+    return prompts
 
 
 def scores(
@@ -288,11 +288,11 @@ def scores(
     penalty: float = -1.0,
 ) -> Tensor:
     """Return scores [B]: the reward of a response up to its first full stop from token `after` on, else the penalty."""
-    found = []
+    rewards = []
     for row in responses.tolist():
         end = next((i for i in range(after, len(row)) if decode([row[i]]) == "."), None)
-        found.append(penalty if end is None else reward(decode(row[: end + 1])))
-    return torch.tensor(found)
+        rewards.append(penalty if end is None else reward(decode(row[: end + 1])))
+    return torch.tensor(rewards)
 
 
 def _last_present(mask: Tensor) -> Tensor:

@@ -115,13 +115,13 @@ def language_model_records(run: Run, folder: Path, model: Path, device: str) -> 
     began = time.perf_counter()
     try:
         for step in trained(runtime, run.steps):
-            found = replay(trainer, step)
+            replayed = replay(trainer, step)
             scores = padded.scores(step.responses, decode, lambda text: score_text(run.reward, text))
             yield {
                 "realign": step.record,
-                "padded": found.record,
-                "metric_difference": found.metric,
-                "weight_difference": found.weight,
+                "padded": replayed.record,
+                "metric_difference": replayed.metric,
+                "weight_difference": replayed.weight,
                 "weight_moved": float((step.weights - start).abs().max()),
                 "scores_that_differ": int((scores != step.scores.cpu()).sum()),
                 "seconds": round(time.perf_counter() - began, 1),

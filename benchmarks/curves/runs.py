@@ -89,10 +89,10 @@ class Run:
 
 def vocabulary(folder: Path) -> dict[str, int]:
     """Return the tokens of a model folder."""
-    found: dict[str, int] = json.loads((folder / "model" / "tokenizer.json").read_text(encoding="utf-8"))["model"][
+    ids: dict[str, int] = json.loads((folder / "model" / "tokenizer.json").read_text(encoding="utf-8"))["model"][
         "vocab"
     ]
-    return found
+    return ids
 
 
 def runtime_of(run: Run, folder: Path) -> LocalRuntime:
@@ -161,8 +161,8 @@ def records_of(run: Run, folder: Path) -> list[Record]:
         records = list((realign_records if run.implementation == "realign" else padded_records)(run, home))
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(records), encoding="utf-8")
-    found: list[Record] = json.loads(file.read_text(encoding="utf-8"))
-    return found
+    kept_records: list[Record] = json.loads(file.read_text(encoding="utf-8"))
+    return kept_records
 
 
 def seeds_of(run: Run, folder: Path, seeds: Iterable[int]) -> list[list[Record]]:

@@ -71,11 +71,11 @@ def share(values: Sequence[float], questions: int = HELD_OUT) -> Share:
 def groups(records: Sequence[Record]) -> dict[str, list[Record]]:
     """Return the records of runs by group, in the order of the study."""
     by_run = {record["run"]: record for record in records if "run" in record}
-    found: dict[str, list[Record]] = {}
+    members: dict[str, list[Record]] = {}
     for name, run in RUNS.items():
         if name in by_run and by_run[name]["held_out"]:
-            found.setdefault(run.group, []).append(by_run[name])
-    return found
+            members.setdefault(run.group, []).append(by_run[name])
+    return members
 
 
 def constants(records: Sequence[Record]) -> dict[str, Record]:
@@ -90,9 +90,9 @@ def held_out(records: Sequence[Record], which: int) -> Share:
 
 def table(records: Sequence[Record]) -> str:
     """Return the tables of the page in Markdown: shares before and after, and differences of groups."""
-    found, constant = groups(records), constants(records)
+    grouped, constant = groups(records), constants(records)
     lines = ["| task | runs | seeds | before | after |", "|---|---|---|---|---|"]
-    for name, members in found.items():
+    for name, members in grouped.items():
         task, kind = name.split("_", 1)
         lines.append(f"| {task} | {TITLES[kind]} | {len(members)} | {held_out(members, 0)} | {held_out(members, -1)} |")
     best = (f"{task} {record['constant']!r} {record['share']:.1%}" for task, record in constant.items())
@@ -102,12 +102,12 @@ def table(records: Sequence[Record]) -> str:
         task, kind = first.split("_", 1)
         if second == CONSTANT and task in constant:
             other, name = share([constant[task]["share"]]), CONSTANT
-        elif second in found:
-            other, name = held_out(found[second], -1), TITLES[second.split("_", 1)[1]].partition(":")[0]
+        elif second in grouped:
+            other, name = held_out(grouped[second], -1), TITLES[second.split("_", 1)[1]].partition(":")[0]
         else:
             continue
-        if first in found:
-            gap = held_out(found[first], -1).minus(other)
+        if first in grouped:
+            gap = held_out(grouped[first], -1).minus(other)
             verdict = "yes" if abs(gap.mean) > 2 * gap.error else "no"
             points = f"{100 * gap.mean:+.1f} ± {100 * gap.error:.1f}"
             lines.append(f"| {task}: {TITLES[kind]} minus {name} | {points} | {verdict} |")
@@ -125,13 +125,13 @@ def draw(records: Sequence[Record], path: Path) -> None:
 
     from realign.records.metrics.curves import FURTHER, GRAY, HELD_OUT, SETTINGS, TRAINING
 
-    found, constant = groups(records), constants(records)
+    grouped, constant = groups(records), constants(records)
     colors = dict(zip(TITLES, (TRAINING, HELD_OUT, FURTHER[0], GRAY, FURTHER[1], GRAY), strict=True))
     with mpl.rc_context({**SETTINGS, "legend.fontsize": 9}):
-        shown = [task for task in TASKS if any(name.split("_", 1)[0] == task for name in found)]
+        shown = [task for task in TASKS if any(name.split("_", 1)[0] == task for name in grouped)]
         figure = Figure(figsize=(6.4, 3.3 * len(shown)), layout="constrained")
         for ax, task in zip(figure.subplots(len(shown), squeeze=False)[:, 0], shown, strict=True):
-            for name, members in found.items():
+            for name, members in grouped.items():
                 if name.split("_", 1)[0] == task:
                     kind = name.split("_", 1)[1]
                     _curve(ax, members, TITLES[kind], colors[kind], "--" if kind.endswith("control") else "-")

@@ -160,13 +160,13 @@ def execute(run: Run, folder: Path, words: Sequence[str], deadline: float) -> Re
     except KeyboardInterrupt:  # the run got the signal, too, and writes a checkpoint
         process.wait()
         raise
-    found = record(run, folder / run.name)
+    outcome = record(run, folder / run.name)
     # A run whose rewards were all equal made no optimizer step, and realign calls that an error. Here it is a result.
-    if code != 0 and not (found["reward"] and not any(found["grad_norm"])):
+    if code != 0 and not (outcome["reward"] and not any(outcome["grad_norm"])):
         raise RuntimeError(f"{run.name} ended with exit code {code}; see {folder / run.name / 'realign.log'}")
     for name in ("checkpoints", *(() if run.algorithm == "sft" else ("final",))):
         shutil.rmtree(folder / run.name / name, ignore_errors=True)
-    return found
+    return outcome
 
 
 def record(run: Run, output: Path) -> Record:

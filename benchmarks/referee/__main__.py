@@ -69,8 +69,8 @@ def install(peer: str, release: str | None) -> Path:
 
 def release_of(peer: str, folder: Path) -> str:
     """Return the installed release."""
-    found = {d.name.lower().replace("_", "-"): d.version for d in distributions(path=[str(folder)])}
-    return found[side(peer).PACKAGES[0]]
+    versions = {d.name.lower().replace("_", "-"): d.version for d in distributions(path=[str(folder)])}
+    return versions[side(peer).PACKAGES[0]]
 
 
 def checkout(word: str) -> tuple[Path, str]:
@@ -104,8 +104,8 @@ def run_theirs(peer: str, folder: Path, jobs: list[dict[str, Any]], data: Mappin
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(f"did not run: {done.stderr.strip().splitlines()[-1]}")
-        found = json.loads((out / "results.json").read_text())
-        return found["losses"], found["errors"], load_file(out / "results.safetensors")
+        results = json.loads((out / "results.json").read_text())
+        return results["losses"], results["errors"], load_file(out / "results.safetensors")
 
 
 def distance(mine: tuple[Tensor, Tensor], loss: float, gradient: Tensor) -> float:
@@ -200,9 +200,9 @@ def prove(request: Mapping[str, Any]) -> str:
 
 def changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[str]:
     """Yield a line for each cell whose verdict changed."""
-    for peer, found in after["peers"].items():
-        of = f"{PEERS[peer]} {found['version']} (was {before['peers'][peer]['version']})"
-        for name, cell in found["cells"].items():
+    for peer, results in after["peers"].items():
+        of = f"{PEERS[peer]} {results['version']} (was {before['peers'][peer]['version']})"
+        for name, cell in results["cells"].items():
             was = before["peers"][peer].get("cells", {}).get(name, {"verdict": cell["verdict"]})
             if cell["verdict"] == was["verdict"]:
                 continue
@@ -239,7 +239,7 @@ def main() -> int:
             else:
                 folder = install(peer, None if arguments.latest else was["version"])
                 release = release_of(peer, folder)
-            found = {
+            results = {
                 "version": release,
                 **({"note": was["note"]} if "note" in was and release == was["version"] else {}),
                 "stubs": list(side(peer).STUBS),
@@ -248,10 +248,10 @@ def main() -> int:
         except (RuntimeError, subprocess.CalledProcessError) as error:  # the other peers are compared all the same
             broken.append(f"{PEERS[peer]} (was {was['version']}): {error}")
             continue
-        after["peers"][peer] = found
-        verdicts = [cell["verdict"] for cell in found["cells"].values()]
+        after["peers"][peer] = results
+        verdicts = [cell["verdict"] for cell in results["cells"].values()]
         counts = ", ".join(f"{verdicts.count(v)} {v}" for v in dict.fromkeys(verdicts))
-        print(f"{PEERS[peer]} {found['version']}: {counts}")
+        print(f"{PEERS[peer]} {results['version']}: {counts}")
     lines = [*broken, *changed(before, after)]
     for line in lines:
         print(line)

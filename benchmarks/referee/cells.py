@@ -228,10 +228,10 @@ def longest_bootstraps(batch: dict[str, Tensor], overrides: tuple[str, ...]) -> 
 
 def rewards_alone(batch: dict[str, Tensor], overrides: tuple[str, ...]) -> Result:
     """The advantage of the only response of a group is its reward, over 1 + eps."""
-    _, found = ours.run("advantages", batch, overrides)
+    _, advantages = ours.run("advantages", batch, overrides)
     sizes = batch["group"].bincount()[batch["group"]]
     alone = (batch["rewards"] / (1 + 1e-6))[:, None] * batch["mask"]
-    return torch.zeros(()), torch.where((sizes == 1)[:, None], alone, found)
+    return torch.zeros(()), torch.where((sizes == 1)[:, None], alone, advantages)
 
 
 def gae_over_tools(
@@ -243,12 +243,12 @@ def gae_over_tools(
     rewards = -0.05 * (batch["old"] - batch["ref"]) * batch[kl_of]
     rewards = rewards.scatter_add(1, last, batch["rewards"][:, None])
     values = batch["values"] * (batch["exists"] if values_of_tools else mask)
-    found, later, following = torch.zeros_like(values), torch.zeros(len(values)), torch.zeros(len(values))
+    advantages, later, following = torch.zeros_like(values), torch.zeros(len(values)), torch.zeros(len(values))
     for t in reversed(range(values.shape[1])):
         later = rewards[:, t] + following - values[:, t] + 0.95 * later
-        found[:, t], following = later, values[:, t]
-    x = found[batch[whitened]].double()
-    return (found - x.mean()) / (x.var(correction=int(unbiased)) + eps).sqrt()
+        advantages[:, t], following = later, values[:, t]
+    x = advantages[batch[whitened]].double()
+    return (advantages - x.mean()) / (x.var(correction=int(unbiased)) + eps).sqrt()
 
 
 def with_advantages(batch: dict[str, Tensor], advantages: Tensor, low: float = 0.2, high: float = 0.2) -> Result:
@@ -299,8 +299,8 @@ def mean_over_padding(batch: dict[str, Tensor], overrides: tuple[str, ...]) -> R
 
 def group_scores(batch: dict[str, Tensor]) -> Tensor:
     """Rewards normalized within groups, with the sample deviation and 1e-6."""
-    _, found = ours.run("advantages", batch, ROWS["grpo"].preset)
-    return found.abs().amax(1) * found.sum(1).sign()
+    _, advantages = ours.run("advantages", batch, ROWS["grpo"].preset)
+    return advantages.abs().amax(1) * advantages.sum(1).sign()
 
 
 VERL = "actor_rollout_ref.actor."

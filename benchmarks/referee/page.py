@@ -101,10 +101,10 @@ def render(results: Mapping[str, Any]) -> str:
 
 
 def _table(peers: Mapping[str, Any]) -> str:
-    titles = " | ".join(f"{PEERS[peer]} {found['version']}" for peer, found in peers.items())
+    titles = " | ".join(f"{PEERS[peer]} {results['version']}" for peer, results in peers.items())
     lines = [f"| | {titles} |", "|---" * (1 + len(peers)) + "|"]
     for name, row in ROWS.items():
-        cells = " | ".join(_short(name, peer, found["cells"].get(name)) for peer, found in peers.items())
+        cells = " | ".join(_short(name, peer, results["cells"].get(name)) for peer, results in peers.items())
         lines.append(f"| [{row.title}](#{_anchor(row.title)}) | {cells} |")
     return "\n".join(lines)
 
@@ -126,7 +126,7 @@ def _anchor(title: str) -> str:
 def _section(name: str, row: Row, peers: Mapping[str, Any]) -> str:
     lines = [f"## {row.title}\n", f"realign's preset: `{' '.join(row.preset)}`.{f' {row.note}' if row.note else ''}\n"]
     without = []
-    for peer, found in peers.items():
+    for peer, results in peers.items():
         cell = CELLS[name, peer]
         if isinstance(cell, Absent):
             without += [f"{PEERS[peer]}, {cell.why}"] if cell.why else []
@@ -134,7 +134,7 @@ def _section(name: str, row: Row, peers: Mapping[str, Any]) -> str:
         keys = " ".join(f"`{word}`" for word in (cell.instead or cell.changes))
         change = f"{'instead' if cell.instead else 'add'} {keys}" if keys else "the preset"
         because = f": {cell.differs} (`{cell.where}`)" if cell.differs else ""
-        change = f"{'no keys' if cell.formula else change}{_difference(cell, found['cells'][name])}"
+        change = f"{'no keys' if cell.formula else change}{_difference(cell, results['cells'][name])}"
         lines.append(f"- **{PEERS[peer]}** {_settings(cell)}: {change}{because}.")
     lines += [f"\nNot in {', nor in '.join(without)}."] if without else []
     return "\n".join(lines) + "\n\n"
@@ -169,10 +169,10 @@ def _edge(name: str, row: Row, peers: Mapping[str, Any]) -> Iterator[str]:
     yield ""
     words: dict[str, list[str]] = {}
     """What peers do, and those that do it."""
-    for peer, found in peers.items():
+    for peer, results in peers.items():
         if (cell := EDGE_CELLS.get((name, peer))) is None:
             continue
-        result = found["cells"][name]
+        result = results["cells"][name]
         if not cell.differs:
             words.setdefault("the same", []).append(PEERS[peer])
             continue

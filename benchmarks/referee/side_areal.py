@@ -102,8 +102,8 @@ def advantages_of(batch: dict[str, Tensor], settings: dict[str, Any]) -> Tensor:
     }
     if settings.get("with_critic", "gae_lambda" in settings):
         data["values"] = torch.nn.functional.pad(batch["values"], (0, 1 + room), value=1.0)
-    found = PPOActor(config, None)._compute_advantages(data)["advantages"]
-    return found[:, : batch["mask"].shape[1]]
+    advantages = PPOActor(config, None)._compute_advantages(data)["advantages"]
+    return advantages[:, : batch["mask"].shape[1]]
 
 
 def dpo(batch: dict[str, Tensor], new: Tensor, settings: dict[str, Any]) -> Tensor:

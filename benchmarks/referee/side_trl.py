@@ -95,10 +95,10 @@ class Network:
         self.rows = rows
 
     def __call__(self, input_ids: Tensor, labels: Tensor, **_: Any) -> Any:
-        found = torch.stack([self.rows[tuple(ids)] for ids in input_ids.tolist()])
-        found = torch.where(labels[:, 1:] == -100, 0, found)
-        nothing = torch.zeros_like(found)
-        return SimpleNamespace(log_probs=found, entropy=nothing, mean_logits=nothing, is_top1=nothing.bool())
+        logprobs = torch.stack([self.rows[tuple(ids)] for ids in input_ids.tolist()])
+        logprobs = torch.where(labels[:, 1:] == -100, 0, logprobs)
+        nothing = torch.zeros_like(logprobs)
+        return SimpleNamespace(log_probs=logprobs, entropy=nothing, mean_logits=nothing, is_top1=nothing.bool())
 
 
 def preference_inputs(batch: dict[str, Tensor], order: Tensor) -> dict[str, Tensor]:

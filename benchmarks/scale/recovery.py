@@ -62,7 +62,7 @@ def torchrun_rank(job: Job, step: int) -> dict[str, Any]:
 
 def one_of(launch: Launch, is_it: Callable[[str], bool]) -> int:
     """Return the youngest process of a run whose command line fulfills a condition."""
-    found = [pid for pid in descendants(launch.process.pid) if is_it(command_of(pid))]
-    if not found:
+    pids = [pid for pid in descendants(launch.process.pid) if is_it(command_of(pid))]
+    if not pids:
         raise RuntimeError(f"{launch.job.folder.name} has no process of this kind")
-    return max(found)
+    return max(pids)

@@ -35,7 +35,7 @@ def faults(folder: Path, words: Mapping[str, str]) -> dict[str, Any]:
     policies = [loaded(task.model, seed) for seed in range(len(PHASES) + 1)]
     data = prompts(int(words["responses"]))
     spec = sampling(words, 64, servers=2, weights_dir=str(folder / "weights"), restarts=5)
-    rows, found = [], Counter[str]()
+    rows, totals = [], Counter[str]()
     with closing(spec.open("actor", policies[0].engine, policies[0].tokenizer)) as sampler:
         for version, (phase, play) in enumerate(PHASES.items(), 1):
             handles = [sampler.submit(request) for request in requests_of(data, CONFIG, version)]
@@ -43,12 +43,12 @@ def faults(folder: Path, words: Mapping[str, str]) -> dict[str, Any]:
             done = [handle.result(LIMIT_S) for handle in handles]
             wrong = wrong_tokens(data, done, policies)
             lost = sum(len(one.ids) != CONFIG.max_new_tokens for one in done)
-            found += Counter({"responses": len(done), "lost": lost, "wrong_tokens": wrong})
+            totals += Counter({"responses": len(done), "lost": lost, "wrong_tokens": wrong})
             versions = sorted({v for one in done for v in one.versions.tolist()})
             rows.append([phase, str(len(done)), str(lost), str(wrong), ", ".join(map(str, versions))])
     print(table(["killed while it", "responses", "lost or too long", "tokens of wrong weights", "versions"], rows))
-    counts = {key: found[key] for key in ("responses", "lost", "wrong_tokens")}
-    return {"good": not found["lost"] and not found["wrong_tokens"], **counts}
+    counts = {key: totals[key] for key in ("responses", "lost", "wrong_tokens")}
+    return {"good": not totals["lost"] and not totals["wrong_tokens"], **counts}
 
 
 def _generate(sampler: Sampler, policy: Model, version: int) -> None:

@@ -224,11 +224,11 @@ class Lab:
                     launch.finish()
                 except (RuntimeError, subprocess.TimeoutExpired) as error:
                     return len(scene.reference.samples()), f"it cannot be resumed ({_last_line(str(error))})"
-        found = differences(scene.run, scene.reference)
-        if are_equal(found):
+        different = differences(scene.run, scene.reference)
+        if are_equal(different):
             return 0, ""
-        lost = found["samples_lost"] + found["samples_doubled"]
-        unequal = [name for name in ("metrics", "weights") if not found[f"{name}_equal"]] + ["samples"] * bool(lost)
+        lost = different["samples_lost"] + different["samples_doubled"]
+        unequal = [name for name in ("metrics", "weights") if not different[f"{name}_equal"]] + ["samples"] * bool(lost)
         return lost, f"other {', '.join(unequal)} than the undisturbed run"
 
 

@@ -78,8 +78,8 @@ def replaced(tree: Any, path: Place, value: Any) -> Any:
 def sample(state: Any, n: int, seed: int = 0) -> list[tuple[Place, Any]]:
     """Return every path once, then more of them, each with a random replacement of another type or value."""
     chooser = random.Random(seed)
-    found = list(paths(state))
-    chosen = [*found, *chooser.choices(found, k=max(0, n - len(found)))]
+    places = list(paths(state))
+    chosen = [*places, *chooser.choices(places, k=max(0, n - len(places)))]
     return [(path, chooser.choice(REPLACEMENTS)) for path in chosen]
 
 

@@ -109,14 +109,14 @@ def main(given: Sequence[str] | None = None) -> None:
     """Execute the attacks in this process."""
     words = arguments(DEFAULTS, given)
     if words["folder"]:
-        results, found = faults(Path(words["folder"]).resolve() / "faults", words)
+        results, report = faults(Path(words["folder"]).resolve() / "faults", words)
     else:
         with tempfile.TemporaryDirectory() as folder:
-            results, found = faults(Path(folder), words)
+            results, report = faults(Path(folder), words)
     shown = [(r.name, "" if r.code is None else str(r.code), _word(r).partition(":")[0]) for r in results]
     print(table(("attack", "exit code", "result"), shown))
     print("\n".join(f"{r.name}: {_word(r)}" for r in results if r.problem or r.not_possible))
-    print(json.dumps(found))
+    print(json.dumps(report))
 
 
 if __name__ == "__main__":

@@ -84,12 +84,12 @@ class Run:
 
     def good(self) -> list[Checkpoint]:
         """Return the valid checkpoints, newest last."""
-        found = []
+        checkpoints = []
         for checkpoint in list_checkpoints(self.checkpoints):
             with suppress(CorruptCheckpoint):
                 checkpoint.read()
-                found.append(checkpoint)
-        return found
+                checkpoints.append(checkpoint)
+        return checkpoints
 
     def writes(self) -> bool:
         """Return whether a checkpoint is being written or removed."""
@@ -186,19 +186,19 @@ def contents(checkpoint: Path) -> tuple[dict[str, str], dict[str, Any]]:
 
 def is_exact(reference: Run, run: Run, checkpoint: Checkpoint) -> bool:
     """Return whether all records of a run and its newest checkpoint equal those of the undisturbed run."""
-    found, expected = run.records(), reference.records()
-    same = [compared(record) for record in found] == [compared(record) for record in expected[: len(found)]]
+    records, expected = run.records(), reference.records()
+    same = [compared(record) for record in records] == [compared(record) for record in expected[: len(records)]]
     return same and contents(checkpoint.path) == contents(reference.checkpoints / checkpoint.path.name)
 
 
 def differences(run: Run, reference: Run) -> dict[str, Any]:
     """Return what a finished run lost or changed, compared with the undisturbed run."""
-    expected, found = (Counter(each.samples()) for each in (reference, run))
+    expected, samples = (Counter(each.samples()) for each in (reference, run))
     ours, theirs = ([compared(record) for record in each.records()] for each in (run, reference))
     return {
         "samples": expected.total(),
-        "samples_lost": (expected - found).total(),
-        "samples_doubled": (found - expected).total(),
+        "samples_lost": (expected - samples).total(),
+        "samples_doubled": (samples - expected).total(),
         "metrics_equal": ours == theirs,
         "weights_equal": hashes(run.folder / "final") == hashes(reference.folder / "final") != {},
     }

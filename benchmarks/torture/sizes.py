@@ -54,16 +54,16 @@ def watched(run: Run, moments: list[int]) -> dict[str, Any]:
     Raises:
         RuntimeError: it did not end with 0.
     """
-    found: dict[str, Any] = {}
+    usages: dict[str, Any] = {}
     with Launch(run) as launch:
         for step in moments:
             if launch.wait_until(lambda step=step: run.steps() >= step, 0.5, LIMIT_S):  # type: ignore[misc]
-                found.setdefault("first_step_s", round(time.time() - launch.started, 1))
-                found[f"step {step}"] = usage(launch.process.pid, run.folder)
+                usages.setdefault("first_step_s", round(time.time() - launch.started, 1))
+                usages[f"step {step}"] = usage(launch.process.pid, run.folder)
         launch.finish()
     rows = [json.loads(line) for line in run.records()]
-    found["last_step"] = rows[-1]["step"]
-    return found
+    usages["last_step"] = rows[-1]["step"]
+    return usages
 
 
 def write_rows(path: Path, rows: int, width: int) -> None:
@@ -98,10 +98,10 @@ def large_file(lab: Lab, words: Mapping[str, str]) -> dict[str, Any]:
 def _on_rows(lab: Lab, name: str, rows: int, width: int) -> dict[str, Any]:
     path = lab.folder / f"{name}.jsonl"
     write_rows(path, rows, width)
-    found = watched(lab.run(name, (*SMALL, "steps=2", f"data.path={path}")), [1])
-    found["file_mb"] = path.stat().st_size // 10**6
+    usages = watched(lab.run(name, (*SMALL, "steps=2", f"data.path={path}")), [1])
+    usages["file_mb"] = path.stat().st_size // 10**6
     path.unlink()
-    return found
+    return usages
 
 
 SIZES: Mapping[str, Callable[[Lab, Mapping[str, str]], dict[str, Any]]] = {
@@ -114,9 +114,9 @@ SIZES: Mapping[str, Callable[[Lab, Mapping[str, str]], dict[str, Any]]] = {
 def sizes(folder: Path, words: Mapping[str, str]) -> dict[str, Any]:
     """Execute the requested large runs, print a table, and return what they needed."""
     lab = Lab(folder / "sizes")
-    found = {}
+    usages = {}
     for name in SIZES if words["sizes"] == "all" else words["sizes"].split(","):
-        found[name] = SIZES[name](lab, words)
-        moments = {moment: used for moment, used in found[name].items() if isinstance(used, dict)}
+        usages[name] = SIZES[name](lab, words)
+        moments = {moment: used for moment, used in usages[name].items() if isinstance(used, dict)}
         print(table((name, *next(iter(moments.values()))), [(m, *map(str, u.values())) for m, u in moments.items()]))
-    return {"sizes": found}
+    return {"sizes": usages}

@@ -30,19 +30,19 @@ def graph(*rpcs: RPC, **fields: Any) -> DataflowGraph:
     return DataflowGraph(rpcs or (GEN, REWARD, REF, TRAIN), **{"dataset_keys": ("prompt_ids",), **fields})
 
 
-def names(found: DataflowGraph) -> list[str]:
-    return [rpc.name for rpc in found.order]
+def names(dataflow: DataflowGraph) -> list[str]:
+    return [rpc.name for rpc in dataflow.order]
 
 
 def test_edges_follow_from_keys() -> None:
-    found = graph()
-    assert found.producers == {
+    dataflow = graph()
+    assert dataflow.producers == {
         "input_ids": "actor_gen",
         "logprobs": "actor_gen",
         "rewards": "reward_inf",
         "ref_logprobs": "ref_inf",
     }
-    assert found.edges == {
+    assert dataflow.edges == {
         "actor_gen": {},
         "reward_inf": {"actor_gen": ("input_ids",)},
         "ref_inf": {"actor_gen": ("input_ids",)},
@@ -52,7 +52,7 @@ def test_edges_follow_from_keys() -> None:
             "reward_inf": ("rewards",),
         },
     }
-    assert found.unread() == []
+    assert dataflow.unread() == []
 
 
 @settings(deadline=None)

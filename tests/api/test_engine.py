@@ -13,21 +13,21 @@ from tests.tiny import random_sample, save_tiny, tiny_engine
 ONE = MicroBatchSpec()
 
 
-def assert_same_head(found: LMHead, wanted: LMHead) -> None:
-    assert torch.equal(found.weight_VH, wanted.weight_VH)
-    assert (found.bias_V is None) == (wanted.bias_V is None)
-    if found.bias_V is not None:
-        assert torch.equal(found.bias_V, wanted.bias_V)
-    assert (found.scale, found.softcap) == (wanted.scale, wanted.softcap)
+def assert_same_head(actual: LMHead, wanted: LMHead) -> None:
+    assert torch.equal(actual.weight_VH, wanted.weight_VH)
+    assert (actual.bias_V is None) == (wanted.bias_V is None)
+    if actual.bias_V is not None:
+        assert torch.equal(actual.bias_V, wanted.bias_V)
+    assert (actual.scale, actual.softcap) == (wanted.scale, wanted.softcap)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "granite"])
 def test_a_copied_head_is_the_head_of_the_engine(family):
     engine = tiny_engine(family)
-    found = copy_head(engine.forward)
-    assert_same_head(found, engine.lm_head())
-    assert not found.weight_VH.requires_grad
-    assert found.weight_VH.data_ptr() != engine.lm_head().weight_VH.data_ptr()
+    copied = copy_head(engine.forward)
+    assert_same_head(copied, engine.lm_head())
+    assert not copied.weight_VH.requires_grad
+    assert copied.weight_VH.data_ptr() != engine.lm_head().weight_VH.data_ptr()
 
 
 def test_the_head_of_an_engine_in_this_process_follows_training_and_the_copy_does_not():

@@ -46,9 +46,9 @@ def test_chosen_rows_are_those_of_the_chosen_sequences(nested: list[list[int]], 
     chosen = np.array(data.draw(st.lists(st.integers(0, n - 1), unique=True) if n else st.just([])), dtype=np.int64)
     rows = lengths.rows(chosen)
     every = np.arange(lengths.total)
-    found = rows.tolist() if isinstance(rows, torch.Tensor) else [int(r) for run in rows for r in every[run]]
+    chosen_rows = rows.tolist() if isinstance(rows, torch.Tensor) else [int(r) for run in rows for r in every[run]]
     starts = lengths.starts.tolist()
-    assert found == [row for s in chosen for row in range(starts[s], starts[s + 1])]
+    assert chosen_rows == [row for s in chosen for row in range(starts[s], starts[s + 1])]
 
 
 @settings(deadline=None)

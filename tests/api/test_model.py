@@ -44,7 +44,7 @@ def test_settings_at_the_edge_that_leave_the_distribution_alone(settings: dict[s
 
 
 @pytest.mark.parametrize(
-    ("settings", "found"),
+    ("settings", "listed"),
     [
         ({"greedy": True}, ["greedy=True"]),
         ({"top_k": 5}, ["top_k=5"]),
@@ -53,8 +53,8 @@ def test_settings_at_the_edge_that_leave_the_distribution_alone(settings: dict[s
         ({"top_k": 1, "top_p": 0.5, "greedy": True}, ["greedy=True", "top_k=1", "top_p=0.5"]),
     ],
 )
-def test_trap_b4_settings_that_distort_the_distribution_are_listed(settings: dict[str, Any], found: list[str]) -> None:
-    assert GenerationConfig(**settings).distortions() == found
+def test_trap_b4_settings_that_distort_the_distribution_are_listed(settings: dict[str, Any], listed: list[str]) -> None:
+    assert GenerationConfig(**settings).distortions() == listed
 
 
 @pytest.mark.parametrize(

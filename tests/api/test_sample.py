@@ -171,12 +171,12 @@ def test_take_sequences_keeps_only_these(naive: Naive, data: st.DataObject) -> N
     sample = naive.sample().select(["input_ids", "short", "rewards", "prompt_ids", "row"])
     n = sample.n_sequences
     chosen = sorted(data.draw(st.lists(st.integers(0, n - 1), unique=True) if n else st.just([])))
-    found = sample.take_sequences(chosen)
+    taken = sample.take_sequences(chosen)
     owner = sample.group_index().tolist()
-    assert list(found.ids) == [naive.ids[p] for p in sorted({owner[s] for s in chosen})]
+    assert list(taken.ids) == [naive.ids[p] for p in sorted({owner[s] for s in chosen})]
     for key in ("input_ids", "short", "rewards"):
         flat = [s for group in naive.data[key] for s in group]
-        assert [x.tolist() for x in found.sequences(key)] == [flat[s] for s in chosen]
+        assert [x.tolist() for x in taken.sequences(key)] == [flat[s] for s in chosen]
 
 
 @settings(deadline=None)
@@ -392,8 +392,8 @@ def images_of(sample):
 
 
 def assert_same_images(part, whole):
-    found, wanted = images_of(part), images_of(whole)
-    assert found == {i: wanted[i] for i in part.ids}
+    images, wanted = images_of(part), images_of(whole)
+    assert images == {i: wanted[i] for i in part.ids}
 
 
 def equal(a, b):

@@ -69,8 +69,8 @@ def test_a_sampler_that_breaks_the_contract_is_found(kind, message):
 
 
 def test_requests_are_the_responses_of_a_call_prompt_after_prompt():
-    found = requests_of(prompts("ab"), CONFIG, 7)
-    assert [(r.id, r.response_index, r.seed) for r in found] == [(i, j, 7) for i in "ab" for j in range(3)]
+    requests = requests_of(prompts("ab"), CONFIG, 7)
+    assert [(r.id, r.response_index, r.seed) for r in requests] == [(i, j, 7) for i in "ab" for j in range(3)]
     two = SequenceSample.from_sequences(["a"], {"prompt_ids": [[[1], [2]]]})
     with pytest.raises(ValueError, match="id 'a' has 2 sequences of 'prompt_ids'"):
         requests_of(two, CONFIG, 0)
@@ -116,15 +116,15 @@ def test_a_model_samples_with_its_engine_at_its_version_or_with_its_external_sam
 def test_many_threads_of_one_handle_get_one_result():
     sampler = table()
     handle = sampler.submit(requests_of(prompts("a"), CONFIG, 0)[0])
-    found: list[list[int]] = []
-    threads = [threading.Thread(target=lambda: found.append(handle.result(60).ids.tolist())) for _ in range(8)]
+    results: list[list[int]] = []
+    threads = [threading.Thread(target=lambda: results.append(handle.result(60).ids.tolist())) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     sampler.close()
-    assert len(found) == 8
-    assert all(ids == found[0] for ids in found)
+    assert len(results) == 8
+    assert all(ids == results[0] for ids in results)
 
 
 def test_the_seed_of_a_response_follows_from_seed_id_and_index():

@@ -169,17 +169,17 @@ def test_traces_are_the_same_however_the_batch_is_cut_and_change_nothing_else(n_
     assert all(torch.equal(a, b) for a, b in zip(plain, weights, strict=True))
     assert stat_values(stats) == stat_values(off)
     assert not list(iter_traced(off, ("q1", "q3")))
-    found = {(one.prompt, one.response): one.values for one in iter_traced(stats, ("q1", "q3"))}
+    traces = {(one.prompt, one.response): one.values for one in iter_traced(stats, ("q1", "q3"))}
     whole = {
         (one.prompt, one.response): one.values
         for one in iter_traced(trained(interface, MicroBatchSpec(trace_ids=("q1", "q3")), data)[1], ("q1", "q3"))
     }
     trained_responses = {key for key, values in whole.items() if values["token/mask"].any()}
     assert trained_responses
-    assert found.keys() == whole.keys()
+    assert traces.keys() == whole.keys()
     for key, values in whole.items():
         for name, x_T in values.items():
-            assert torch.allclose(found[key][name], x_T, atol=1e-6), (key, name)
+            assert torch.allclose(traces[key][name], x_T, atol=1e-6), (key, name)
 
 
 def test_token_values_are_dropped_unless_their_prompt_is_traced():
@@ -199,7 +199,7 @@ def test_a_trace_belongs_to_the_same_response_whichever_other_one_is_left_out(dr
     rewards_S = data["rewards"].clone()
     rewards_S[dropped] = math.nan
     left = data.with_sequences(rewards=rewards_S)
-    found = {one.response: one.values for one in iter_traced(trained(PPOActorInterface(), TRACED, left)[1], data.ids)}
-    assert found.keys() == whole.keys() - {dropped}
-    for response, values in found.items():
+    traces = {one.response: one.values for one in iter_traced(trained(PPOActorInterface(), TRACED, left)[1], data.ids)}
+    assert traces.keys() == whole.keys() - {dropped}
+    for response, values in traces.items():
         torch.testing.assert_close(values["token/logprob"], whole[response]["token/logprob"])

@@ -20,6 +20,6 @@ def test_the_child_prints_its_peaks():
         "memory.main(['child=tiny'])",
     ]
     out = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=True).stdout
-    found = json.loads(out.splitlines()[-1])
-    assert found.keys() == {"training", "rollout"}
-    assert found["training"] > 0
+    peaks = json.loads(out.splitlines()[-1])
+    assert peaks.keys() == {"training", "rollout"}
+    assert peaks["training"] > 0

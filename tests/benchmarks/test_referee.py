@@ -28,7 +28,7 @@ def test_the_results_have_every_cell_and_nothing_differs_unexplained():
         for row, of in EXECUTED
         if of == peer
     }
-    assert {key for key, found in verdicts.items() if found in ("differs", "error")} == {
+    assert {key for key, verdict in verdicts.items() if verdict in ("differs", "error")} == {
         ("equal", peer) for peer in ("trl", "verl", "openrlhf", "skyrl", "slime")
     }
     assert {(row, peer) for row in ROWS for peer in PEERS} == CELLS.keys()
@@ -62,8 +62,10 @@ def test_the_worker_runs_a_side_and_a_stub_that_is_called_fails(tmp_path):
     worker = Path(referee.HERE) / "worker.py"
     environment = {"PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
     subprocess.run([sys.executable, str(worker), "toy", str(tmp_path)], check=True, env=environment)
-    found = json.loads((tmp_path / "results.json").read_text())
-    assert found["errors"] == {"c": "RuntimeError: the loss calls heavy.Network, which the referee replaced by a stub"}
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["errors"] == {
+        "c": "RuntimeError: the loss calls heavy.Network, which the referee replaced by a stub"
+    }
     gradient = load_file(tmp_path / "results.safetensors")["a"]
     assert torch.equal(gradient, 2.0 * batch["mask"].float())
 

@@ -59,8 +59,8 @@ def here(tmp_path, monkeypatch):
         "pairs": [{"chosen": [*turns, assistant("2")], "rejected": [*turns, assistant("3")]}] * 4,
         "prompts": [{"messages": turns, "answer": "2"}] * 4,
     }
-    for name, found in rows.items():
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))
+    for name, data in rows.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in data))
     return tmp_path
 
 

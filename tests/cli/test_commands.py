@@ -205,8 +205,8 @@ def test_an_earlier_run_is_not_overwritten_by_accident(here, capsys):
 def test_a_sweep_makes_one_folder_for_each_run(here):
     assert realign_main("-m", "experiment=bigram", "steps=1", "seed=5", "interfaces.actor.epochs=1,2") == 0
     sweep = next((here / "runs" / "bigram").glob("sweep_*"))
-    found = [yaml.safe_load((sweep / str(i) / "config.yaml").read_text()) for i in range(2)]
-    assert [(c["seed"], c["interfaces"]["actor"]["epochs"]) for c in found] == [(5, 1), (5, 2)]
+    configs = [yaml.safe_load((sweep / str(i) / "config.yaml").read_text()) for i in range(2)]
+    assert [(c["seed"], c["interfaces"]["actor"]["epochs"]) for c in configs] == [(5, 1), (5, 2)]
     assert all((sweep / str(i) / "metrics.jsonl").exists() for i in range(2))
     assert [p.name for p in here.iterdir()] == ["runs"]
 
@@ -334,20 +334,20 @@ def test_experiments_are_found_from_an_installed_package_in_an_empty_folder(here
 
 
 @pytest.mark.parametrize(
-    ("given", "found"),
+    ("given", "variables"),
     [
         ({}, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
         ({"PYTORCH_ALLOC_CONF": ""}, {"PYTORCH_ALLOC_CONF": ""}),
         ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}),
     ],
 )
-def test_memory_of_a_gpu_is_expandable_unless_the_user_configures_the_allocator(monkeypatch, given, found):
+def test_memory_of_a_gpu_is_expandable_unless_the_user_configures_the_allocator(monkeypatch, given, variables):
     for name in cli.ALLOCATOR:
         monkeypatch.delenv(name, raising=False)
     for name, value in given.items():
         monkeypatch.setenv(name, value)
     cli.use_expandable_segments()
-    assert {name: os.environ[name] for name in cli.ALLOCATOR if name in os.environ} == found
+    assert {name: os.environ[name] for name in cli.ALLOCATOR if name in os.environ} == variables
 
 
 @pytest.mark.parametrize(

@@ -65,9 +65,9 @@ def test_candidates(line, expected):
 
 
 def test_an_empty_word_offers_commands_keys_and_groups_but_no_options():
-    found = completions("realign ")
-    assert {"train", "check", "help", "experiment=", "interfaces.", "steps="} <= set(found)
-    assert not any(word.startswith("-") for word in found)
+    words = completions("realign ")
+    assert {"train", "check", "help", "experiment=", "interfaces.", "steps="} <= set(words)
+    assert not any(word.startswith("-") for word in words)
 
 
 def test_own_experiments_are_found_and_own_classes_are_not_imported(tmp_path, monkeypatch):

@@ -61,7 +61,7 @@ def test_metrics_samples_and_standard_errors_are_those_of_the_same_evaluation_in
     ]
     assert cli.main(["eval", "modèle", *sampled, "--out", "ergebnis ü"]) == 0
     shown = capsys.readouterr().out
-    found = results("ergebnis ü")["evaluation"]
+    evaluation = results("ergebnis ü")["evaluation"]
     assert re.search(r"evaluation: 4 rows in .* 4 responses per prompt; pass@1, pass@4", shown)
     assert str(Path("ergebnis ü/results.json").absolute()) in shown
 
@@ -71,7 +71,7 @@ def test_metrics_samples_and_standard_errors_are_those_of_the_same_evaluation_in
     values, _ = runtime.evaluate()
     runtime.close()
     del values["time/evaluation_s"]
-    assert {f"eval/{name}": value for name, value in found["metrics"].items()} == values
+    assert {f"eval/{name}": value for name, value in evaluation["metrics"].items()} == values
 
     samples = [json.loads(line) for line in Path("ergebnis ü/samples.jsonl").read_text(encoding="utf-8").splitlines()]
     assert len(samples) == 16
@@ -79,8 +79,8 @@ def test_metrics_samples_and_standard_errors_are_those_of_the_same_evaluation_in
     means = [sum(s["reward"] for s in samples if s["id"] == i) / 4 for i in dict.fromkeys(s["id"] for s in samples)]
     center = sum(means) / 4
     error = math.sqrt(sum((mean - center) ** 2 for mean in means) / 3 / 4)
-    assert found["standard_errors"]["mean@4"] == pytest.approx(error)
-    assert found["standard_errors"]["reward"] == pytest.approx(error)
+    assert evaluation["standard_errors"]["mean@4"] == pytest.approx(error)
+    assert evaluation["standard_errors"]["reward"] == pytest.approx(error)
 
 
 def test_a_file_of_sets_is_evaluated_whole_or_by_names():
@@ -91,9 +91,9 @@ def test_a_file_of_sets_is_evaluated_whole_or_by_names():
         "interfaces: {actor: {generation: {max_new_tokens: 5}}}\n"
     )
     assert cli.main(["eval", "modèle", "sets.yaml", "eval.samples=1"]) == 0
-    found = results("evals/modèle")
-    assert {name: one["prompts"] for name, one in found.items()} == {"small": 4, "other": 2}
-    assert "mean@2@n=2" in found["other"]["metrics"]
+    evaluations = results("evals/modèle")
+    assert {name: one["prompts"] for name, one in evaluations.items()} == {"small": 4, "other": 2}
+    assert "mean@2@n=2" in evaluations["other"]["metrics"]
     lines = [json.loads(line) for line in Path("evals/modèle/samples.jsonl").read_text().splitlines()]
     assert [(s["evaluation"], s.get("sweep")) for s in lines] == [
         ("small", None),
@@ -109,9 +109,9 @@ def test_a_loss_is_evaluated_on_demonstrations():
     Path("demonstrations.jsonl").write_text("\n".join(rows))
     data = "evaluation.data.path=demonstrations.jsonl"
     assert cli.main(["eval", "modèle", "experiment=sft", data, "data.path=demonstrations.jsonl"]) == 0
-    found = results("evals/modèle")["evaluation"]
-    assert found["metrics"]["loss"] > 0
-    assert found["standard_errors"] == {}
+    evaluation = results("evals/modèle")["evaluation"]
+    assert evaluation["metrics"]["loss"] > 0
+    assert evaluation["standard_errors"] == {}
 
 
 def test_the_weights_are_loaded_without_optimizer_and_training_data_is_not_read():

@@ -81,10 +81,10 @@ def test_an_adapter_of_a_run_is_merged_into_a_plain_folder(run, tmp_path, capsys
     assert export(run, "--to", tmp_path / "out", "--merge") == 0
     assert f"Merged model written to {tmp_path / 'out'}" in capsys.readouterr().out
     expected = AutoPeftModelForCausalLM.from_pretrained(run / "final" / "actor")
-    found, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
-    torch.testing.assert_close(logits(found), logits(expected), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(logits(model), logits(expected), atol=1e-5, rtol=1e-5)
     assert AutoTokenizer.from_pretrained(tmp_path / "out")(TEXT)["input_ids"] == tiny_tokenizer()(TEXT)["input_ids"]
     assert not list((tmp_path / "out").glob("adapter*"))
 
@@ -105,10 +105,10 @@ def test_an_adapter_is_exported_with_an_absolute_base(run, tmp_path, monkeypatch
 def test_a_reward_model_keeps_its_head_when_it_is_merged(tmp_path):
     adapter(tmp_path / "reward", save_tiny(tmp_path / "base"), Score(init="normal"))
     assert export(tmp_path / "reward", "--to", tmp_path / "out", "--merge") == 0
-    found, info = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out", output_loading_info=True)
+    model, info = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not info["missing_keys"]
     spec = TransformersModel(str(tmp_path / "reward"), device="cpu", head=Score())
-    assert torch.equal(found.score.weight, spec.load("reward", seed=0).engine.head.weight_1H)
+    assert torch.equal(model.score.weight, spec.load("reward", seed=0).engine.head.weight_1H)
     assert "pipeline_tag: text-classification" in (tmp_path / "out" / "README.md").read_text()
 
 
@@ -210,9 +210,9 @@ def test_only_files_of_a_model_are_copied(tmp_path, capsys):
     for name, text in {**names, ".env": "KEY=1", "id_rsa": "PRIVATE", "optimizer.pt": ""}.items():
         (model / name).write_text(text)
     assert export(model, "--to", tmp_path / "out") == 0
-    found = {file.name for file in (tmp_path / "out").iterdir()}
-    assert {*names, "config.json", "model.safetensors", "tokenizer.json", "generation_config.json"} <= found
-    assert not {".env", "id_rsa", "optimizer.pt"} & found
+    files = {file.name for file in (tmp_path / "out").iterdir()}
+    assert {*names, "config.json", "model.safetensors", "tokenizer.json", "generation_config.json"} <= files
+    assert not {".env", "id_rsa", "optimizer.pt"} & files
     assert "Left out, because a model has no such files: id_rsa, optimizer.pt" in capsys.readouterr().out
 
 

@@ -76,9 +76,9 @@ def test_a_section_has_its_own_defaults_and_values_can_name_others(tmp_path):
     )
     given = import_config._of_file(str(path))
     assert given["actor.max_new_tokens"] == 9
-    found = words(translate_config("areal", {"actor.adv_norm.eps": 1e-4}))
-    assert found["interfaces.actor.adv_norm"].startswith("{mean: batch, std: batch, ")
-    assert found["interfaces.actor.advantage.reward_norm"].startswith("{mean: none, std: none, ")
+    translated = words(translate_config("areal", {"actor.adv_norm.eps": 1e-4}))
+    assert translated["interfaces.actor.adv_norm"].startswith("{mean: batch, std: batch, ")
+    assert translated["interfaces.actor.advantage.reward_norm"].startswith("{mean: none, std: none, ")
 
 
 @pytest.mark.parametrize(("row", "tool"), LOSSES)
@@ -135,19 +135,19 @@ def test_the_example_of_the_page_prints_what_the_page_shows(tmp_path, monkeypatc
     command, *expected = shown.code.splitlines()
     assert main(command.removeprefix("$ realign ").split()) == 0
     printed = capsys.readouterr().out.splitlines()
-    for line, found in zip(expected[:-1], printed[:-1], strict=True):
-        assert found.startswith(line.removesuffix("...")), line
+    for line, line_shown in zip(expected[:-1], printed[:-1], strict=True):
+        assert line_shown.startswith(line.removesuffix("...")), line
     assert printed[-1].startswith("Proof: not computed. In a checkout")
 
 
 def test_flags_of_openrlhf_are_read_with_several_values_and_by_their_old_names():
     flags = ["--advantage_estimator", "group_norm", "--eps_clip_low_high", "0.2", "0.3", "--init_kl_coef=0"]
     flags += ["--pretrain", "a/b"]
-    found = words(translate_config("openrlhf", import_config._of_words(flags)))
-    assert found["experiment"] == "grpo"
-    assert found["interfaces.actor.objective.high"] == "0.3"
-    assert found["interfaces.actor.kl.place"] == "none"
-    assert found["models.actor.path"] == "a/b"
+    translated = words(translate_config("openrlhf", import_config._of_words(flags)))
+    assert translated["experiment"] == "grpo"
+    assert translated["interfaces.actor.objective.high"] == "0.3"
+    assert translated["interfaces.actor.kl.place"] == "none"
+    assert translated["models.actor.path"] == "a/b"
 
 
 def test_what_has_no_equivalent_is_named():

@@ -149,8 +149,8 @@ def test_a_component_of_the_user_is_named_with_its_class_and_fields(place):
     """By one rule, whatever `describe` of the component says."""
     body = {"__annotations__": {"extra": int}, "extra": 3, "__module__": "lab"}
     own = dataclass(type("Own", (type(getattr(DEFAULTS, place)),), body))
-    found = actor_rows(PPOActorInterface(**{place: own()}))["classes of your own"]
-    assert found == f"interfaces.actor.{place}: lab.Own (extra 3)"
+    row = actor_rows(PPOActorInterface(**{place: own()}))["classes of your own"]
+    assert row == f"interfaces.actor.{place}: lab.Own (extra 3)"
 
 
 def test_a_penalty_of_the_user_is_not_called_k3():

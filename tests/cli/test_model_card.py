@@ -48,8 +48,8 @@ def test_texts_of_a_run_stay_in_their_place(tmp_path):
     assert not any(re.search(r"(?<!\\)[<>\[\]]", line) for line in lines if line.startswith(("|", "# ")))
     assert all(len(re.findall(r"(?<!\\)\|", line)) in (3, 4) for line in lines if line.startswith("|"))
     code = head.partition("```python\n")[2].partition("\n```")[0]
-    found = [node.value for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Constant)]
-    assert found == [HOSTILE, HOSTILE]
+    texts = [node.value for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Constant)]
+    assert texts == [HOSTILE, HOSTILE]
 
 
 def test_the_card_contains_no_credentials(tmp_path):

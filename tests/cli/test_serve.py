@@ -73,9 +73,9 @@ def test_the_command_serves_until_an_interrupt(folder):
     command = [sys.executable, "-m", "realign", "serve", folder, "port=0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as run:
         assert run.stdout is not None
-        found = re.search(r"at (http://127\.0\.0\.1:\d+/v1)", run.stdout.readline())
-        assert found is not None
-        with openai.OpenAI(base_url=found[1], api_key="a-key", max_retries=2) as client:
+        address = re.search(r"at (http://127\.0\.0\.1:\d+/v1)", run.stdout.readline())
+        assert address is not None
+        with openai.OpenAI(base_url=address[1], api_key="a-key", max_retries=2) as client:
             assert client.chat.completions.create(model="m", messages=user("ab"), max_tokens=3).choices
         run.send_signal(signal.SIGINT)
         out, err = run.communicate(timeout=120)

@@ -34,8 +34,8 @@ def test_the_runs_of_a_sweep_are_jobs_with_folders_of_their_own(tmp_path):
     done = sweep(tmp_path, "interfaces.actor.epochs=1,2")
     assert done.returncode == 0, done.stderr
     (folder,) = (tmp_path / "runs" / "bigram").glob("sweep_*")
-    found = [yaml.safe_load((folder / str(i) / "config.yaml").read_text()) for i in range(2)]
-    assert [config["interfaces"]["actor"]["epochs"] for config in found] == [1, 2]
+    configs = [yaml.safe_load((folder / str(i) / "config.yaml").read_text()) for i in range(2)]
+    assert [config["interfaces"]["actor"]["epochs"] for config in configs] == [1, 2]
     assert all((folder / str(i) / "final" / "actor").is_dir() for i in range(2))
     assert len(list((folder / ".submitit").glob("*/*_log.err"))) == 2
 

@@ -112,22 +112,22 @@ def test_every_name_is_understood_or_answered_on_the_command_line():
                 continue
             word = f"{name}={'1' if value is None else value}"
             if row.answer:
-                found = outcome([GRPO], word)
-                assert found.startswith(f"error: {name}"), found
-                assert "unknown key" not in found
+                answer = outcome([GRPO], word)
+                assert answer.startswith(f"error: {name}"), answer
+                assert "unknown key" not in answer
             else:
                 outcomes = (outcome(words, word) for words in experiments)
-                assert any(not found.startswith("error") for found in outcomes), word
+                assert any(not answer.startswith("error") for answer in outcomes), word
 
 
 def outcome(words: list[str], word: str) -> str:
     """Return what a word is read as, or the message about it."""
     try:
-        found, notes, _ = translate([*words, word])
+        translated, notes, _ = translate([*words, word])
     except ConfigError as error:
         return f"error: {error}"
     assert len(notes) == 1, word
-    return " ".join(found[len(words) :])
+    return " ".join(translated[len(words) :])
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
@@ -214,9 +214,9 @@ def test_help_with_a_name_of_another_tool_does_not_import_torch():
     ],
 )
 def test_a_name_with_one_key_is_replaced_with_a_note(words, expected):
-    found, notes, _ = translate(words)
-    given = next(word for word, new in zip(words, found, strict=True) if word != new)
-    assert expected in found
+    translated, notes, _ = translate(words)
+    given = next(word for word, new in zip(words, translated, strict=True) if word != new)
+    assert expected in translated
     assert notes == [f"{given} was read as {expected}"]
 
 

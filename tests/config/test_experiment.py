@@ -385,8 +385,8 @@ def correction(*words):
 
 def test_a_server_brings_the_correction_and_the_call_that_it_needs():
     assert correction() == (None, correction()[1])
-    found, calls = correction(*SERVER)
-    assert found == ImportanceCorrection()
+    corrected, calls = correction(*SERVER)
+    assert corrected == ImportanceCorrection()
     assert len(calls) == len(correction()[1]) + 1
 
 
@@ -396,10 +396,10 @@ def test_a_correction_can_be_disabled(word):
 
 
 def test_a_correction_of_the_user_stays():
-    found, _ = correction(
+    corrected, _ = correction(
         *SERVER, "interfaces.actor.correction=importance_correction", "interfaces.actor.correction.weight.cap=2"
     )
-    assert found == ImportanceCorrection(weight=RatioRange(cap=2.0))
+    assert corrected == ImportanceCorrection(weight=RatioRange(cap=2.0))
 
 
 # --- settings without effect ---

@@ -19,8 +19,8 @@ from realign.config.places import ROOTS
 from tests.config_parts import write_experiment
 
 
-def entry(found: Section, name: str) -> Entry:
-    return next(one for one in found.entries if one.key.rpartition(".")[2] == name)
+def entry(page: Section, name: str) -> Entry:
+    return next(one for one in page.entries if one.key.rpartition(".")[2] == name)
 
 
 def test_the_root_lists_every_key_of_the_schema():
@@ -70,9 +70,9 @@ def test_without_an_experiment_the_first_one_with_the_key_is_described():
 
 def test_own_experiments_are_described(tmp_path):
     conf = write_experiment(tmp_path / "conf")
-    found = section("models.actor", ["experiment=bigram"], conf)
-    assert (found.name, found.experiment) == ("Bigram", "bigram")
-    assert entry(found, "lr").default == "0.5"
+    page = section("models.actor", ["experiment=bigram"], conf)
+    assert (page.name, page.experiment) == ("Bigram", "bigram")
+    assert entry(page, "lr").default == "0.5"
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ def test_every_root_is_in_the_index_and_every_shipped_word_has_one_class():
     for cls in SHIPPED:
         for field in cls.fields.values():
             for base in filter(None, (indexed(member.path) for member in field.types)):
-                shipped = [[c for c in found if indexed(c.path)] for found in words_of(base).values()]
+                shipped = [[c for c in named if indexed(c.path)] for named in words_of(base).values()]
                 assert all(len(classes) <= 1 for classes in shipped), base
 
 

@@ -62,8 +62,8 @@ def test_credentials_in_the_url_of_an_mcp_server_are_refused(url):
 
 
 def test_an_allowed_secret_in_the_url_of_an_mcp_server_stays_an_interpolation():
-    found = agent("interfaces.agent.mcp=['https://h/mcp?key=${oc.env:JUDGE_TOKEN}']")
-    assert found.interfaces["agent"]["mcp"] == ["https://h/mcp?key=${oc.env:JUDGE_TOKEN}"]
+    built = agent("interfaces.agent.mcp=['https://h/mcp?key=${oc.env:JUDGE_TOKEN}']")
+    assert built.interfaces["agent"]["mcp"] == ["https://h/mcp?key=${oc.env:JUDGE_TOKEN}"]
     with pytest.raises(ConfigError, match=r"^interfaces\.agent\.mcp.*HF_TOKEN looks like a secret"):
         agent("interfaces.agent.mcp=['https://h/mcp?key=${oc.env:HF_TOKEN}']")
 
@@ -76,15 +76,15 @@ def test_a_secret_in_the_variables_of_servers_is_refused(variable):
 
 
 def test_ordinary_variables_of_servers_are_allowed():
-    found = config("models.actor.sampler=vllm", "+models.actor.sampler.environment={VLLM_MAX_TOKENS: '100', X: y}")
-    assert found.models["actor"]["sampler"]["environment"] == {"VLLM_MAX_TOKENS": "100", "X": "y"}
+    made = config("models.actor.sampler=vllm", "+models.actor.sampler.environment={VLLM_MAX_TOKENS: '100', X: y}")
+    assert made.models["actor"]["sampler"]["environment"] == {"VLLM_MAX_TOKENS": "100", "X": "y"}
 
 
 def test_an_allowed_secret_stays_an_interpolation_in_every_form_of_the_config(capsys):
     url = "http://h/${oc.env:ORDINARY}?key=${oc.env:JUDGE_TOKEN}"
     override = f"interfaces.reward.function='{url}'"
-    found = config(override)
-    resolved = resolve_config(found, build_experiment(found))
+    made = config(override)
+    resolved = resolve_config(made, build_experiment(made))
     assert resolved["interfaces"]["reward"]["function"] == "http://h/plain?key=${oc.env:JUDGE_TOKEN}"
     assert SECRET not in str(resolved)
     assert main(["--cfg", "job", "--resolve", "experiment=grpo_arithmetic", override]) == 0

@@ -85,15 +85,15 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _entries(self, folder: str, recursive: bool) -> list[dict[str, object]]:
         prefix = f"{folder}/" if folder else ""
-        found: dict[str, dict[str, object]] = {}
+        entries: dict[str, dict[str, object]] = {}
         for name in self.server.files:
             if name.startswith(prefix):
                 parts = name[len(prefix) :].split("/")
                 for depth in range(1, len(parts)):
                     path = prefix + "/".join(parts[:depth])
-                    found.setdefault(path, {"type": "directory", "oid": "0" * 40, "size": 0, "path": path})
-                found[name] = self._entry(name)
-        return [one for path, one in found.items() if recursive or "/" not in path[len(prefix) :]]
+                    entries.setdefault(path, {"type": "directory", "oid": "0" * 40, "size": 0, "path": path})
+                entries[name] = self._entry(name)
+        return [one for path, one in entries.items() if recursive or "/" not in path[len(prefix) :]]
 
     def _infos(self, body: str) -> list[dict[str, object]]:
         from urllib.parse import parse_qs

@@ -160,7 +160,7 @@ def test_prompt_and_response_are_strings_or_message_lists(load, name):
 
 def test_a_response_of_several_messages_trains_its_assistant_turns_and_no_turn_of_the_prompt(load):
     row = {"prompt": [user("a"), assistant("b"), user("add 1")], "completion": CALLS[1:], "tools": [ADD]}
-    assert [len(found) for found in trained(load([row]))] == [2]
+    assert [len(turns) for turns in trained(load([row]))] == [2]
     assert trained(load([row], train_on_turns=Turns.last)) == [["It is 1.<|im_end|>"]]
 
 
@@ -323,8 +323,8 @@ def test_content_parts_are_rendered_by_templates_that_know_them(load):
         "{{ '<|im_start|>' + message['role'] + '\n' }}" + parts + "{{ '<|im_end|>\n' }}",
     )
     listed = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    found = runs(load([{"messages": [user(listed), assistant(listed)]}], template))
-    assert found == runs(load([{"messages": [user("ab"), assistant("ab")]}], template))
+    rendered = runs(load([{"messages": [user(listed), assistant(listed)]}], template))
+    assert rendered == runs(load([{"messages": [user("ab"), assistant("ab")]}], template))
 
 
 THOUGHT = [
@@ -408,8 +408,8 @@ def test_an_end_of_turn_that_is_not_eos_is_warned_of_once(load):
 
 
 def test_messages_after_the_last_answer_stay_and_are_not_trained(load):
-    (found,) = runs(load([{"messages": [user("a"), assistant("b"), user("c")]}]))
-    assert found[1:] == [("b<|im_end|>", True), ("\n<|im_start|>user\nc<|im_end|>\n", False)]
+    (rendered,) = runs(load([{"messages": [user("a"), assistant("b"), user("c")]}]))
+    assert rendered[1:] == [("b<|im_end|>", True), ("\n<|im_start|>user\nc<|im_end|>\n", False)]
 
 
 def test_only_the_text_before_the_first_answer_is_truncated(load):

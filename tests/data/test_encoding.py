@@ -115,11 +115,11 @@ def test_a_prompt_of_10_mb_keeps_the_end_that_fits(rest, tokenized):
         data = SupervisedData("none.jsonl", max_tokens=100, too_long=TooLong.truncate_left)
     else:
         data = PromptData("none.jsonl", max_prompt_tokens=100, too_long=TooLong.truncate_left)
-    found = data.encoder(tokenizer)({"prompt": text, "response": rest})
+    row = data.encoder(tokenizer)({"prompt": text, "response": rest})
     kept = 98 - len(rest) if rest else 99
     ending = [*characters(rest), EOS] if rest else []
-    assert found.truncated
-    assert found.sequences[0].ids == [BOS, *characters(text[-kept:]), *ending]
+    assert row.truncated
+    assert row.sequences[0].ids == [BOS, *characters(text[-kept:]), *ending]
     assert sum(tokenized) < 20_000
 
 

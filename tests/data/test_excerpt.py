@@ -13,8 +13,8 @@ from tests.data.text_tokenizer import characters, make_tokenizer
 
 
 def excerpts(excerpt, *texts):
-    found = [excerpt.replace({"prompt": text}, "prompt", make_tokenizer()) for text in texts]
-    return [row["prompt"] for row in found if not isinstance(row, DroppedRow)]
+    replaced = [excerpt.replace({"prompt": text}, "prompt", make_tokenizer()) for text in texts]
+    return [row["prompt"] for row in replaced if not isinstance(row, DroppedRow)]
 
 
 def original(tokens, start, length, end):
@@ -43,7 +43,7 @@ def original(tokens, start, length, end):
 def test_an_excerpt_is_that_of_lm_human_preferences(texts, start, length, end):
     expected = [original(list(text), start, length, end) for text in texts]
     excerpt = Excerpt(start=start, max_tokens=length, end=end)
-    assert excerpts(excerpt, *texts) == ["".join(found) for found in expected if found is not None]
+    assert excerpts(excerpt, *texts) == ["".join(words) for words in expected if words is not None]
 
 
 def words():

@@ -78,8 +78,8 @@ def server():
         "main/test-00000-of-00001.parquet": parquet(["t"]),
         "other/rows.parquet": parquet(["x", "y"]),
     }
-    with hub(files) as found:
-        yield found
+    with hub(files) as serving:
+        yield serving
 
 
 @pytest.fixture(scope="module")
@@ -129,14 +129,14 @@ def test_a_split_and_subset_of_the_hub_are_read_in_memory_and_streamed(server, h
 @pytest.mark.slow
 def test_a_stream_of_the_hub_resumes_at_any_row(server, home):
     stops = (1, 4, 9, 10, 17, 25)
-    found = read(server, home, *({"path": "org/name:train", "stop": stop} for stop in stops))
-    assert all(one == found[0] for one in found)
-    rows, _ = found[0]
+    streams = read(server, home, *({"path": "org/name:train", "stop": stop} for stop in stops))
+    assert all(one == streams[0] for one in streams)
+    rows, _ = streams[0]
     assert sorted(rows[:10]) == sorted(rows[10:20]) == TRAIN
 
 
 def test_wrong_names_are_one_line_with_the_valid_ones(server, home):
-    found = read(
+    answers = read(
         server,
         home,
         {"path": "org/name"},
@@ -146,7 +146,7 @@ def test_wrong_names_are_one_line_with_the_valid_ones(server, home):
         {"path": "org/none"},
         {"path": "org/name:train", "split": "test"},
     )
-    assert found == [
+    assert answers == [
         "DataError: org/name contains several subsets. Choose one with subset: main, other.",
         "DataError: subset='man': org/name has no such subset. BuilderConfig 'man' not found. Available: ['main', "
         "'other']",

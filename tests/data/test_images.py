@@ -26,9 +26,9 @@ def tokenizer(tmp_path):
     folder = tmp_path / "model"
     image_tokenizer().save_pretrained(folder)
     image_processor().save_pretrained(folder)
-    found = image_tokenizer()
-    found.name_or_path = str(folder)
-    return found
+    made = image_tokenizer()
+    made.name_or_path = str(folder)
+    return made
 
 
 def question(*texts):
@@ -99,8 +99,8 @@ def test_conversations_are_trained_on_the_answers_only(tmp_path, tokenizer, turn
         SupervisedData, tmp_path, [{"images": [red, wide], "messages": messages}], tokenizer, train_on_turns=turns
     )
     sample = data.sample([(0, 0)])
-    found = [image_tokens(tokenizer, ids) for ids in sample.sequences()]
-    assert found == ([7] if turns is Turns.all else [4, 7])
+    trained_images = [image_tokens(tokenizer, ids) for ids in sample.sequences()]
+    assert trained_images == ([7] if turns is Turns.all else [4, 7])
     trained = sample["input_ids"][sample["loss_mask"]]
     assert image_tokens(tokenizer, trained) == 0
     assert tokenizer.decode(trained, skip_special_tokens=True).replace(" ", "") == "redblue"
@@ -115,9 +115,9 @@ def test_images_are_paths_pictures_or_bytes(tmp_path, tokenizer):
     forms += [{"bytes": None, "path": "red.png"}, str(tmp_path / "red.png")]
     source = PromptData(path="unused.jsonl", images_column="images", image_folder=str(tmp_path))
     encoder = source.encoder(tokenizer)
-    found = [encoder({"images": form, "messages": [question(None, "color?")]}) for form in forms]
-    first = found[0].images.patches()["pixel_values"]
-    for row in found:
+    rows = [encoder({"images": form, "messages": [question(None, "color?")]}) for form in forms]
+    first = rows[0].images.patches()["pixel_values"]
+    for row in rows:
         assert image_tokens(tokenizer, row.sequences[0].ids) == 4
         assert torch.equal(row.images.patches()["pixel_values"], first)
 
@@ -128,8 +128,8 @@ def test_image_in_a_text_is_an_image_part(tmp_path, tokenizer):
     parts = [question(None, "a", None, "b"), answer("c")]
     said = [{"role": "user", "content": "<image>a<image>b"}, answer("c")]
     expected = loaded(SupervisedData, tmp_path, [{"images": [red, wide], "messages": parts}], tokenizer)
-    found = loaded(SupervisedData, tmp_path, [{"images": [red, wide], "messages": said}], tokenizer)
-    assert content_hash(found) == content_hash(expected)
+    data = loaded(SupervisedData, tmp_path, [{"images": [red, wide], "messages": said}], tokenizer)
+    assert content_hash(data) == content_hash(expected)
     row = {"images": [red, wide], "prompt": said[0]["content"], "response": "c"}
     assert content_hash(loaded(SupervisedData, tmp_path, [row], tokenizer, template="chat")) == content_hash(expected)
     with pytest.raises(DataError, match="2 images in column 'images', but its text has 1"):

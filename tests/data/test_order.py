@@ -79,11 +79,11 @@ def test_bad_sizes_are_named(bad):
 @given(st.lists(st.floats(0.01, 10), min_size=1, max_size=5), st.integers(0, 3), st.integers(0, 3))
 def test_the_sources_of_a_block_have_their_share_and_ranks_count_earlier_places(weights, seed, block):
     choice = SourceChoice(weights, seed)
-    found = [choice.of(place) for place in range((block + 1) * BLOCK)]
-    counts = Counter(source for source, _ in found[block * BLOCK :])
+    places = [choice.of(place) for place in range((block + 1) * BLOCK)]
+    counts = Counter(source for source, _ in places[block * BLOCK :])
     for source, weight in enumerate(weights):
         assert abs(counts[source] - weight / sum(weights) * BLOCK) < 1 + 1e-9
-        assert [rank for s, rank in found if s == source] == list(range(sum(s == source for s, _ in found)))
+        assert [rank for s, rank in places if s == source] == list(range(sum(s == source for s, _ in places)))
 
 
 weight_changes = st.builds(Ramp, st.floats(0, 9), st.floats(0, 9), st.integers(1, 3 * BLOCK))
@@ -94,7 +94,7 @@ weight_changes = st.builds(Ramp, st.floats(0, 9), st.floats(0, 9), st.integers(1
 def test_the_sources_follow_weights_that_change(weights, seed):
     """Each place draws with the weights at it, so counts of 256 places are within 5 standard deviations."""
     choice = SourceChoice(weights, seed)
-    found = [choice.of(place) for place in range(4 * BLOCK)]
+    places = [choice.of(place) for place in range(4 * BLOCK)]
 
     def at(place):
         now = [
@@ -107,10 +107,10 @@ def test_the_sources_follow_weights_that_change(weights, seed):
         for source in range(len(weights)):
             expected = sum(share[source] for share in shares)
             deviation = math.sqrt(sum(share[source] * (1 - share[source]) for share in shares))
-            count = sum(s == source for s, _ in found[start : start + 256])
+            count = sum(s == source for s, _ in places[start : start + 256])
             assert abs(count - expected) <= 5 * deviation + 1
     for source in range(len(weights)):
-        ranks = [rank for s, rank in found if s == source]
+        ranks = [rank for s, rank in places if s == source]
         assert ranks == list(range(len(ranks)))
 
 

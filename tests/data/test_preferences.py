@@ -288,8 +288,8 @@ def test_rated_responses_give_the_best_and_the_worst_as_a_pair(load):
 
 def test_rated_responses_can_give_all_pairs_with_different_ratings(load):
     dataset = load([RATED], rated_pairs=RatedPairs.all)
-    found = answers(dataset)
-    assert list(zip(found[::2], found[1::2], strict=True)) == [
+    pairs = answers(dataset)
+    assert list(zip(pairs[::2], pairs[1::2], strict=True)) == [
         ("3", "2"),
         ("3", "5"),
         ("3", "4"),

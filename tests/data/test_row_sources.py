@@ -161,8 +161,8 @@ def test_an_arrow_file_whose_offsets_are_outside_of_it_is_refused_and_not_read(t
         (path,) = (tmp_path / "rows").glob("*.arrow")
     else:
         arrow_file(path, pyarrow.table({"prompt": values}))
-    before, found, after = path.read_bytes().rpartition(OFFSETS)
-    assert found
+    before, middle, after = path.read_bytes().rpartition(OFFSETS)
+    assert middle
     path.write_bytes(before + struct.pack("<ii", *offsets) + after)
     with pytest.raises(DataError, match=r"rows(\.arrow is not a readable arrow file| cannot be read as a dataset): "):
         read_rows(tmp_path / "rows" if kind == "folder" else path)
@@ -257,8 +257,8 @@ def test_parts_of_a_column_are_found_by_their_path(tmp_path):
     file = tmp_path / "rows.jsonl"
     file.write_text(json.dumps(row) + "\n")
     table = read_rows(file)
-    found = [table.column(name)[0] for name in ("question.text", "answers.1.text", "a.b", "question")]
-    assert found == ["why?", "no", "plain", {"text": "why?"}]
+    columns = [table.column(name)[0] for name in ("question.text", "answers.1.text", "a.b", "question")]
+    assert columns == ["why?", "no", "plain", {"text": "why?"}]
     for name in ("question.txt", "answers.2.text", "answers.x", "question.text.more", "question."):
         with pytest.raises(
             DataError, match=rf"line 1: no column '{name}'; found \['a', 'a.b', 'answers', 'question'\]"
@@ -272,7 +272,7 @@ def files_of(path):
 
 def test_reading_from_any_position_gives_the_rows_after_it(source):
     """Interrupt the reader after each row, and continue with another reader at the stored position."""
-    found = []
+    rows = []
     for file in files_of(source):
         position = None
         while True:
@@ -280,9 +280,9 @@ def test_reading_from_any_position_gives_the_rows_after_it(source):
             placed = next(file.rows(cursor), None)
             if placed is None:
                 break
-            found.append(placed.row)
+            rows.append(placed.row)
             position = json.loads(json.dumps(cursor.here()))
-    assert found == ROWS
+    assert rows == ROWS
 
 
 CELL = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\r"), max_size=5)
@@ -392,10 +392,10 @@ def parts(n, weights, seed=0):
 
 @given(st.integers(20, 200), st.lists(st.floats(1, 5), min_size=1, max_size=4), st.integers(0, 3))
 def test_parts_are_disjoint_and_together_the_whole(n, weights, seed):
-    found = [[row["n"] for row in part.rows] for part in parts(n, weights, seed)]
-    assert sorted(n for rows in found for n in rows) == list(range(n))
-    assert all(rows == sorted(rows) for rows in found)
-    for rows, weight in zip(found, weights, strict=True):
+    numbers = [[row["n"] for row in part.rows] for part in parts(n, weights, seed)]
+    assert sorted(n for rows in numbers for n in rows) == list(range(n))
+    assert all(rows == sorted(rows) for rows in numbers)
+    for rows, weight in zip(numbers, weights, strict=True):
         assert abs(len(rows) - weight / sum(weights) * n) <= 1
 
 

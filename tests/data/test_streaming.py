@@ -74,12 +74,12 @@ def test_a_stream_interrupted_anywhere_gives_the_rows_of_an_undisturbed_one(
     whole = data.load(TOKENIZER)
     expected = taken(whole, whole.order(seed, shuffle), range(sum(stops) + 40))
     dataset = data.load(TOKENIZER)
-    order, place, found = dataset.order(seed, shuffle), 0, []
+    order, place, rows = dataset.order(seed, shuffle), 0, []
 
     def read(n):
         nonlocal place
         for start in range(place, place + n, batch):
-            found.extend(taken(dataset, order, range(start, min(start + batch, place + n))))
+            rows.extend(taken(dataset, order, range(start, min(start + batch, place + n))))
         place += n
 
     for stop in stops:
@@ -89,7 +89,7 @@ def test_a_stream_interrupted_anywhere_gives_the_rows_of_an_undisturbed_one(
         order = dataset.order(seed, shuffle)
         order.load_state_dict(state)
     read(40)
-    assert found == expected
+    assert rows == expected
 
 
 @settings(deadline=None, max_examples=40)
@@ -127,12 +127,12 @@ def test_streamed_samples_equal_those_of_rows_in_memory(files, kind, settings):
     streamed = kind(path, streaming=True, **settings).load(TOKENIZER)
     assert streamed.keys == tuple(memory.keys)
     order = streamed.order(0, shuffle=False)
-    found, expected = streamed.sample(order.rows(range(7))), memory.sample([(0, i) for i in range(7)])
-    assert found.keys == expected.keys
-    for key in found.data:
-        assert found[key].tolist() == expected[key].tolist()
-        assert found.lengths[key] == expected.lengths[key]
-    assert found.metadata == expected.metadata
+    batch, expected = streamed.sample(order.rows(range(7))), memory.sample([(0, i) for i in range(7)])
+    assert batch.keys == expected.keys
+    for key in batch.data:
+        assert batch[key].tolist() == expected[key].tolist()
+        assert batch.lengths[key] == expected.lengths[key]
+    assert batch.metadata == expected.metadata
 
 
 def test_only_the_rows_of_the_first_blocks_are_read_before_the_first_batch(tmp_path, monkeypatch):

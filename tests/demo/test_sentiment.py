@@ -21,9 +21,11 @@ def task(tmp_path_factory):
 
 def share_right(path: Path) -> float:
     """Return the fraction of pairs whose label agrees with VADER."""
-    found = [compound(r["prompt"], r["chosen"], {}) - compound(r["prompt"], r["rejected"], {}) for r in rows(path)]
-    assert 0 not in found
-    return sum(difference > 0 for difference in found) / len(found)
+    differences = [
+        compound(r["prompt"], r["chosen"], {}) - compound(r["prompt"], r["rejected"], {}) for r in rows(path)
+    ]
+    assert 0 not in differences
+    return sum(difference > 0 for difference in differences) / len(differences)
 
 
 def test_nothing_trains_on_what_is_held_out(task):

@@ -39,8 +39,8 @@ class Block:
 def blocks(text: str) -> list[Block]:
     """Return the fenced blocks of a page in order."""
     return [
-        Block(found["language"].strip(), found["code"], text.count("\n", 0, found.start("code")) + 1)
-        for found in FENCE.finditer(text)
+        Block(fence["language"].strip(), fence["code"], text.count("\n", 0, fence.start("code")) + 1)
+        for fence in FENCE.finditer(text)
     ]
 
 
@@ -53,8 +53,8 @@ def run(page: Path) -> None:
     module = ModuleType(f"page_{page.stem.replace('-', '_')}")
     sys.modules[module.__name__] = module  # dataclasses look up their own module
     try:
-        found = blocks(page.read_text(encoding="utf-8"))
-        for block, following in zip_longest(found, found[1:]):
+        parts = blocks(page.read_text(encoding="utf-8"))
+        for block, following in zip_longest(parts, parts[1:]):
             if block.language != "python":
                 continue
             printed = io.StringIO()
@@ -92,8 +92,8 @@ def tables(text: str) -> Iterator[tuple[list[str], list[str]]]:
     Raises:
         ValueError: a `table` block is empty, or is not right after a `bash` block with exactly one `realign` command.
     """
-    found, lines = blocks(text), text.splitlines()
-    for before, block in zip([None, *found], found, strict=False):
+    code_blocks, lines = blocks(text), text.splitlines()
+    for before, block in zip([None, *code_blocks], code_blocks, strict=False):
         if block.language != "table":
             continue
         rows = [line.strip() for line in block.code.splitlines() if line.strip()]

@@ -12,9 +12,9 @@ PAGE = Path(__file__).parents[2] / "docs" / "guides" / "dataflow.md"
 
 
 def test_the_config_of_the_page_builds_with_the_file_of_the_page(tmp_path, monkeypatch):
-    found = pages.blocks(PAGE.read_text(encoding="utf-8"))
-    code = next(block.code for block in found if block.language == "python")
-    (config,) = (block.code for block in found if block.language == "yaml")
+    code_blocks = pages.blocks(PAGE.read_text(encoding="utf-8"))
+    code = next(block.code for block in code_blocks if block.language == "python")
+    (config,) = (block.code for block in code_blocks if block.language == "yaml")
     (tmp_path / "mine.py").write_text(code, encoding="utf-8")
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "two_rewards.yaml").write_text(config, encoding="utf-8")

@@ -64,16 +64,16 @@ class Default:
 
 def tables(text: str) -> Iterator[list[list[str]]]:
     """Yield the rows of each table with a column of defaults, the header first."""
-    for found in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
-        rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in found.splitlines()]
+    for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
+        rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in table.splitlines()]
         if "default" in rows[0]:
             yield [rows[0], *rows[2:]]
 
 
 def defaults() -> Iterator[Default]:
     for page, owners in TABLES.items():
-        found = list(tables((DOCS / "algorithms" / f"{page}.md").read_text(encoding="utf-8")))
-        for owner, (header, *rows) in zip(owners, found, strict=False):  # later tables are not about an interface
+        page_tables = list(tables((DOCS / "algorithms" / f"{page}.md").read_text(encoding="utf-8")))
+        for owner, (header, *rows) in zip(owners, page_tables, strict=False):  # later tables are not about an interface
             for row in rows:
                 names = re.findall(r"`([\w.]+)`", row[0])
                 variants = re.search(r" \(([\w, ]+)\)$", row[0])  # not the address of a link
@@ -92,14 +92,14 @@ def of(page: str, owner: Any, name: str, variant: str, value: str) -> Default:
     return Default(page, owner, name, value)
 
 
-def same(found: Any, want: str) -> bool:
+def same(value: Any, want: str) -> bool:
     """Return whether a setting has the value of a table: a number, a word, or `n: 8` for a field of the setting."""
     field, colon, rest = want.strip("`").partition(": ")
     if colon:
-        return same(getattr(found, field), rest)
-    if found is None or isinstance(found, bool | Enum | str):
-        return want == {None: "null", True: "true", False: "false"}.get(found, found)
-    return float(want) == found if isinstance(found, int | float) else want == snake_case(type(found).__name__)
+        return same(getattr(value, field), rest)
+    if value is None or isinstance(value, bool | Enum | str):
+        return want == {None: "null", True: "true", False: "false"}.get(value, value)
+    return float(want) == value if isinstance(value, int | float) else want == snake_case(type(value).__name__)
 
 
 STATED = [each for each in defaults() if each.want != "required"]

@@ -127,14 +127,14 @@ def test_relative_links_lead_somewhere():
 
 def command_lines(program: str) -> list[tuple[str, list[str]]]:
     """Return the arguments of each call of `program` in the pages, also as `-m program`, with the page's name."""
-    found = []
+    lines = []
     for page in PAGES:
         for words in pages.commands(page.read_text(encoding="utf-8")):
             if words[0].rsplit("/", 1)[-1] == program:
-                found.append((name_of(page), words[1:]))
+                lines.append((name_of(page), words[1:]))
             elif program in words and words[words.index(program) - 1] == "-m":
-                found.append((name_of(page), words[words.index(program) + 1 :]))
-    return found
+                lines.append((name_of(page), words[words.index(program) + 1 :]))
+    return lines
 
 
 @pytest.mark.parametrize(("page", "arguments"), command_lines("realign"))
@@ -178,8 +178,8 @@ def wrong_rows(stated: list[str], rows: list[tuple[str, str]]) -> list[str]:
     """Return messages about stated rows that the launch table lacks, with the actual row of the same name."""
     shown = {f"{name}: {value}": name for name, value in rows}
     wrong = [line for line in stated if line not in shown]
-    found = {line: [row for row, name in shown.items() if line.startswith(f"{name}: ")] for line in wrong}
-    return [f"{line!r}, but the table has {(same[0] if same else 'no such row')!r}" for line, same in found.items()]
+    rows_of = {line: [row for row, name in shown.items() if line.startswith(f"{name}: ")] for line in wrong}
+    return [f"{line!r}, but the table has {(same[0] if same else 'no such row')!r}" for line, same in rows_of.items()]
 
 
 @pytest.mark.parametrize(("page", "arguments", "stated"), stated_tables())
@@ -210,8 +210,8 @@ def flags() -> list[str]:
     page = (ROOT / "docs/guides/command-line.md").read_text(encoding="utf-8")
     table = page.split("## Common flags")[1].split("\n## ")[0]
     rows = re.findall(r"^\| (`.+?`.*?) \| ", table, re.MULTILINE)
-    found = [code for row in rows for code in re.findall(r"`([^`]+=[^`]+)`", row)]
-    return [code for code in found if not code.startswith(("trackers.", "-m "))]
+    words = [code for row in rows for code in re.findall(r"`([^`]+=[^`]+)`", row)]
+    return [code for code in words if not code.startswith(("trackers.", "-m "))]
 
 
 @pytest.mark.parametrize("flag", flags())

@@ -60,14 +60,14 @@ def refuse(names: list[str], whose: str) -> None:
 @pytest.mark.parametrize("cls", declared.trainers(), ids=lambda cls: cls.__name__)
 def test_every_metric_of_an_algorithm_under_any_setting_is_on_the_page(cls):
     """Use the settings of the invariance tests of the algorithm."""
-    found: dict[str, None] = {}
+    names: dict[str, None] = {}
     for case_of, kwargs, inputs in declared.cases():
         if case_of is not cls or (kwargs and kwargs.keys() <= SAME_METRICS):
             continue
         data = random_preferences() if "labels" in inputs else random_batch()
         metrics = train_once(cls(**kwargs), data.select(inputs), MicroBatchSpec()).metrics
-        found |= dict.fromkeys(metrics)
-    refuse(unknown(found), cls.__name__)
+        names |= dict.fromkeys(metrics)
+    refuse(unknown(names), cls.__name__)
 
 
 def experiment(tmp_path: Path, **changes) -> Experiment:
@@ -109,9 +109,9 @@ def test_every_metric_of_a_run_is_on_the_page(tmp_path):
     chosen = run(experiment(tmp_path, output_dir=tmp_path / "chosen", curriculum=PassRate(min_weight=1), steps=4))
     assert any("curriculum/pass_rate" in record for record in chosen.history)
     for result in (sampled, judged, chosen):
-        found = dict.fromkeys(name for record in result.history for name in record if name != "step")
-        assert "step_s" in found
-        refuse(unknown(found, ("reward", "ref", "policy")), "a run")
+        names = dict.fromkeys(name for record in result.history for name in record if name != "step")
+        assert "step_s" in names
+        refuse(unknown(names, ("reward", "ref", "policy")), "a run")
     assert json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 1
 
 
@@ -128,9 +128,9 @@ def test_every_metric_of_named_rewards_and_evaluation_sets_is_on_the_page(tmp_pa
             evaluations={"easy": Evaluation(Prompts(4), None, GENERATION, pass_at=[1, 4])},
         )
     )
-    found = dict.fromkeys(name for record in result.history for name in record if name != "step")
-    assert {"rewards/form/mean", "eval/easy/rewards/length/std", "eval/easy/pass@4", "eval/easy/mean@4"} <= found.keys()
-    refuse(unknown([name.replace("eval/easy/", "eval/") for name in found]), "a run")
+    names = dict.fromkeys(name for record in result.history for name in record if name != "step")
+    assert {"rewards/form/mean", "eval/easy/rewards/length/std", "eval/easy/pass@4", "eval/easy/mean@4"} <= names.keys()
+    refuse(unknown([name.replace("eval/easy/", "eval/") for name in names]), "a run")
 
 
 def test_every_metric_of_streamed_mixtures_is_on_the_page(tmp_path):

@@ -21,5 +21,5 @@ def test_the_tables_of_a_page_are_generated(page):
 
 
 def test_every_table_is_on_a_page():
-    shown = [found[2] for page in names.PAGES for found in names.BLOCK.finditer(page.read_text(encoding="utf-8"))]
+    shown = [block[2] for page in names.PAGES for block in names.BLOCK.finditer(page.read_text(encoding="utf-8"))]
     assert sorted(shown) == sorted(tables())

@@ -26,9 +26,9 @@ def written():
 
 
 def test_pages_are_what_the_classes_say(written):
-    found = {path.name: path.read_text(encoding="utf-8") for path in pages.FOLDER.glob("*.md")}
-    assert set(found) == set(written) | HAND_WRITTEN
-    stale = [name for name, text in written.items() if found[name] != text]
+    present = {path.name: path.read_text(encoding="utf-8") for path in pages.FOLDER.glob("*.md")}
+    assert set(present) == set(written) | HAND_WRITTEN
+    stale = [name for name, text in written.items() if present[name] != text]
     assert not stale, f"run `python docs/reference.py`: {stale}"
 
 

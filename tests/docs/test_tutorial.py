@@ -34,12 +34,12 @@ def run_commands(model: Path) -> list[dict[str, float]]:
     commands = [words[1:] for words in pages.commands(PAGE.read_text(encoding="utf-8"))]
     commands = [words for words in commands if words[0].startswith("experiment=")]
     assert [words[0] for words in commands] == list(SHORT)
-    found = []
+    records = []
     for words in commands:
         given = [word.replace("=MODEL", f"={model}") for word in words if not word.startswith("steps=")]
         overrides = [*given, *SHORT[words[0]], "steps=2", "save_every_steps=null"]
-        found.append(run(build_experiment(compose(overrides))).history[-1])
-    return found
+        records.append(run(build_experiment(compose(overrides))).history[-1])
+    return records
 
 
 def check(sft: dict[str, float], dpo: dict[str, float], grpo: dict[str, float]) -> None:

@@ -109,9 +109,9 @@ def letters() -> torch.Tensor:
 
 
 def tokenizer():
-    found = tiny_tokenizer()
-    found.chat_template = TEMPLATE
-    return found
+    made = tiny_tokenizer()
+    made.chat_template = TEMPLATE
+    return made
 
 
 @contextmanager

@@ -33,14 +33,14 @@ CHAT, X = "/v1/chat/completions", json.dumps({"messages": user("x")}).encode()
 
 @pytest.fixture(scope="module")
 def endpoint():
-    with served() as (found, _):
-        yield found
+    with served() as (running, _):
+        yield running
 
 
 @pytest.fixture(scope="module")
 def client(endpoint):
-    with OpenAI(base_url=f"{endpoint.url}/v1", api_key=KEY, max_retries=0) as found:
-        yield found
+    with OpenAI(base_url=f"{endpoint.url}/v1", api_key=KEY, max_retries=0) as openai_client:
+        yield openai_client
 
 
 def opened(endpoint: Endpoint, name: str = "p/0", **options) -> Session:
@@ -392,9 +392,9 @@ def request_head(length: int) -> bytes:
 
 def connected(endpoint: Endpoint) -> socket.socket:
     host, port = endpoint.url.removeprefix("http://").split(":")
-    found = socket.create_connection((host, int(port)))
-    found.settimeout(60)
-    return found
+    opened = socket.create_connection((host, int(port)))
+    opened.settimeout(60)
+    return opened
 
 
 def test_a_client_that_sends_its_body_too_slowly_gets_an_error():
@@ -404,9 +404,9 @@ def test_a_client_that_sends_its_body_too_slowly_gets_an_error():
 
 
 def half_open(endpoint: Endpoint) -> socket.socket:
-    found = connected(endpoint)
-    found.sendall(b"GET /health HTTP/1.1\r\nX: ")
-    return found
+    opened = connected(endpoint)
+    opened.sendall(b"GET /health HTTP/1.1\r\nX: ")
+    return opened
 
 
 def test_half_open_connections_above_a_limit_are_closed_and_do_not_delay_others(monkeypatch):
@@ -565,19 +565,19 @@ def test_200_concurrent_sessions_lose_and_duplicate_no_token_and_their_log_probs
         asyncio.run(all_of_them())
         for session in sessions:
             endpoint.sessions.close(session)
-    found = [session.capture.sequences() for session in sessions]
-    for session, sequences in zip(sessions, found, strict=True):
+    sequences_of = [session.capture.sequences() for session in sessions]
+    for session, sequences in zip(sessions, sequences_of, strict=True):
         captured = [token for s in sequences for token in s.ids[s.sampled].tolist()]
         sent = [token for response in received[session.name] for token in response]
         assert captured == sent, session.name
         assert sum(s.calls for s in sequences) == 3
     sample = SequenceSample.from_sequences(
-        [s.name for s in sessions], {"input_ids": [[s.ids for s in sequences] for sequences in found]}
+        [s.name for s in sessions], {"input_ids": [[s.ids for s in sequences] for sequences in sequences_of]}
     )
     again = engine.forward(
         sample, MicroBatchSpec(max_tokens_per_microbatch=2000), lambda out, mb: mb.with_tokens(again=out.logprobs())
     )["again"]
-    flat = [s for sequences in found for s in sequences]
+    flat = [s for sequences in sequences_of for s in sequences]
     sampled_T, logprobs_T = torch.cat([s.sampled for s in flat]), torch.cat([s.logprobs for s in flat])
     assert int(sampled_T.sum()) == sum(len(r) for responses in received.values() for r in responses)
     assert (again - logprobs_T)[sampled_T].abs().max() < 1e-4

@@ -29,9 +29,9 @@ def said(tokens: list[int], version: int = 0) -> Completion:
 
 
 def call(capture: Capture, writer: Renderer, prompt: str, response: str, version: int = 0) -> Prompt:
-    found = capture.prompt(writer, prompt)
-    capture.add(writer, found, said(ids(response), version))
-    return found
+    prompt_id = capture.prompt(writer, prompt)
+    capture.add(writer, prompt_id, said(ids(response), version))
+    return prompt_id
 
 
 def test_calls_that_continue_each_other_are_one_sequence_with_the_sampled_tokens_as_actions():

@@ -80,8 +80,8 @@ def test_a_response_in_another_format_is_never_lost(name, text):
     family = next(f for f in FAMILIES if f.parts == name)
     renderer = family_renderer(family)
     before = renderer.encode(rendered(family, histories(family)[0]))
-    found = renderer.parse(renderer.encode(text), before=before, tools=TOOLS)
-    shown = found.content + (found.reasoning or "") + "".join(call.name for call in found.tool_calls)
+    parsed = renderer.parse(renderer.encode(text), before=before, tools=TOOLS)
+    shown = parsed.content + (parsed.reasoning or "") + "".join(call.name for call in parsed.tool_calls)
     assert shown.strip() in text
     assert shown.strip() or text in ("</think>",)
 

@@ -38,9 +38,9 @@ def sums():
 
 
 def command(name: str, package: str) -> str:
-    if (found := shutil.which(name)) is None:
+    if (path := shutil.which(name)) is None:
         pytest.skip(f"the command {name} is not in PATH. Run pip install {package}, in any environment")
-    return found
+    return path
 
 
 @pytest.fixture(scope="module")
@@ -146,11 +146,11 @@ def test_inspect_evaluates_the_endpoint(folder, url):
     words += ["--log-dir", "logs", "--log-format", "json"]
     run(folder, words, REALIGN_BASE_URL=url, REALIGN_API_KEY=KEY)
     (log,) = (folder / "logs").glob("*.json")
-    found = json.loads(log.read_text())
-    assert found["status"] == "success"
-    texts = {sample["input"]: sample["output"]["choices"][0]["message"]["content"] for sample in found["samples"]}
+    log_content = json.loads(log.read_text())
+    assert log_content["status"] == "success"
+    texts = {sample["input"]: sample["output"]["choices"][0]["message"]["content"] for sample in log_content["samples"]}
     assert len(texts) == len(ROWS)
     for prompt, text in texts.items():
         assert text.startswith(first_greedy(folder, prompt))
     right = [row["answer"] in texts[row["prompt"]] for row in ROWS]
-    assert found["results"]["scores"][0]["metrics"]["accuracy"]["value"] == pytest.approx(sum(right) / len(ROWS))
+    assert log_content["results"]["scores"][0]["metrics"]["accuracy"]["value"] == pytest.approx(sum(right) / len(ROWS))

@@ -45,9 +45,9 @@ TOOLS = [
 
 
 def tokenizer(template: object = None):
-    found = tiny_tokenizer()
-    found.response_template = template
-    return found
+    made = tiny_tokenizer()
+    made.response_template = template
+    return made
 
 
 def ids(text: str) -> list[int]:
@@ -64,21 +64,21 @@ def test_without_a_response_template_the_content_is_the_whole_text():
 
 
 def test_reasoning_content_and_tool_calls_are_found():
-    found = parse_response(tokenizer(TEMPLATE), ids("<bos>hm!yes<eos>"), before=ids("what?"))
-    assert found == ParsedResponse("yes", reasoning="hm")
-    found = parse_response(tokenizer(TEMPLATE), ids("call 5=call 6=<eos>"), before=ids("what?"), tools=TOOLS)
-    assert found.tool_calls == tuple(ToolCall("add", json.dumps({"x": x})) for x in (5, 6))
+    parsed = parse_response(tokenizer(TEMPLATE), ids("<bos>hm!yes<eos>"), before=ids("what?"))
+    assert parsed == ParsedResponse("yes", reasoning="hm")
+    parsed = parse_response(tokenizer(TEMPLATE), ids("call 5=call 6=<eos>"), before=ids("what?"), tools=TOOLS)
+    assert parsed.tool_calls == tuple(ToolCall("add", json.dumps({"x": x})) for x in (5, 6))
 
 
 def test_the_text_from_an_invalid_tool_call_on_is_content():
-    found = parse_response(tokenizer(TEMPLATE), ids("<bos>hm!yes call 5=<eos>"), before=ids("what?"))
-    assert found == ParsedResponse("yes", (ToolCall("add", '{"x": "5"}'),), "hm")
+    parsed = parse_response(tokenizer(TEMPLATE), ids("<bos>hm!yes call 5=<eos>"), before=ids("what?"))
+    assert parsed == ParsedResponse("yes", (ToolCall("add", '{"x": "5"}'),), "hm")
     wrong = {
         **TEMPLATE,
         "fields": {**TEMPLATE["fields"], "tool_calls": {"open": "call ", "close": "=", "content": "json"}},
     }
-    found = parse_response(tokenizer(wrong), ids("<bos>hm!yes call (=<eos>"), before=ids("what?"))
-    assert found == ParsedResponse("yes call (=", (), "hm")
+    parsed = parse_response(tokenizer(wrong), ids("<bos>hm!yes call (=<eos>"), before=ids("what?"))
+    assert parsed == ParsedResponse("yes call (=", (), "hm")
 
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family.parts], ids=lambda family: family.name)
@@ -172,8 +172,8 @@ def test_trl_knows_the_chat_templates_of_the_families():
     """The fixtures of the response templates are those of TRL."""
     pytest.importorskip("trl", reason="needs the extra tools")
     for family in EXACT:
-        found = Renderer(of_family(family.name), response_template="auto").tokenizer.response_template
-        assert found == RESPONSE_TEMPLATES[family.parts], family.name
+        template = Renderer(of_family(family.name), response_template="auto").tokenizer.response_template
+        assert template == RESPONSE_TEMPLATES[family.parts], family.name
     assert response_template(of_family("hermes2_pro"), "qwen2_5") == RESPONSE_TEMPLATES["qwen3"]
     with pytest.raises(ConfigError, match="TRL knows no response template"):
         response_template(of_family("hermes2_pro"), "auto")

@@ -27,8 +27,8 @@ def folder(tmp_path_factory) -> str:
 def client(folder):
     with serve_of([folder, "port=0", "generation.max_new_tokens=8"]).endpoint(KEY) as endpoint:
         endpoint.start()
-        with OpenAI(base_url=f"{endpoint.url}/v1", api_key=KEY, max_retries=0) as found:
-            yield found
+        with OpenAI(base_url=f"{endpoint.url}/v1", api_key=KEY, max_retries=0) as openai_client:
+            yield openai_client
 
 
 def reference(folder: str, ids: list[int], temperature: float = 1.0) -> torch.Tensor:
@@ -41,11 +41,11 @@ def reference(folder: str, ids: list[int], temperature: float = 1.0) -> torch.Te
 def test_the_most_likely_tokens_of_a_chat_are_those_of_the_softmax_at_its_temperature(folder, client):
     extra = {"return_token_ids": True}
     ask = {"model": "m", "messages": HELLO, "logprobs": True, "temperature": 0.5, "seed": 1, "extra_body": extra}
-    found = client.chat.completions.create(**ask, top_logprobs=4).choices[0]
-    given = len(found.prompt_token_ids)
-    expected_TV = reference(folder, [*found.prompt_token_ids, *found.token_ids], 0.5)[given - 1 :]
-    assert len(found.logprobs.content) == len(found.token_ids)
-    for row_V, token in zip(expected_TV, found.logprobs.content, strict=True):
+    choice = client.chat.completions.create(**ask, top_logprobs=4).choices[0]
+    given = len(choice.prompt_token_ids)
+    expected_TV = reference(folder, [*choice.prompt_token_ids, *choice.token_ids], 0.5)[given - 1 :]
+    assert len(choice.logprobs.content) == len(choice.token_ids)
+    for row_V, token in zip(expected_TV, choice.logprobs.content, strict=True):
         best = row_V.topk(4)
         assert [one.logprob for one in token.top_logprobs] == pytest.approx(best.values.tolist(), abs=1e-4)
         assert [one.token for one in token.top_logprobs] == [
@@ -53,7 +53,7 @@ def test_the_most_likely_tokens_of_a_chat_are_those_of_the_softmax_at_its_temper
         ]
     plain = client.chat.completions.create(**ask).choices[0]
     assert [one.logprob for one in plain.logprobs.content] == pytest.approx(
-        [one.logprob for one in found.logprobs.content], abs=1e-4
+        [one.logprob for one in choice.logprobs.content], abs=1e-4
     )
     assert all(one.top_logprobs == [] for one in plain.logprobs.content)
 

@@ -52,9 +52,9 @@ ADD = {"type": "function", "function": {"name": "add"}}
 
 
 def tokenizer(response_template: object = RESPONSE_TEMPLATE):
-    found = tiny_tokenizer()
-    found.chat_template, found.response_template = TEMPLATE, response_template
-    return found
+    made = tiny_tokenizer()
+    made.chat_template, made.response_template = TEMPLATE, response_template
+    return made
 
 
 def text_table() -> torch.Tensor:
@@ -77,28 +77,28 @@ def client(response_template: object = RESPONSE_TEMPLATE):
         )
         with closing(Endpoint(Sessions(backend, KEY), EndpointLimits(), model="tiny")) as endpoint:
             endpoint.start()
-            with OpenAI(base_url=f"{endpoint.url}/v1", api_key=KEY, max_retries=0) as found:
-                yield endpoint, found
+            with OpenAI(base_url=f"{endpoint.url}/v1", api_key=KEY, max_retries=0) as openai_client:
+                yield endpoint, openai_client
 
 
 def test_a_named_function_is_called_and_its_call_is_parsed():
     ask = {"model": "m", "messages": HELLO, "tools": TOOLS, "extra_body": {"return_token_ids": True}}
-    with client() as (_, found):
-        out = found.chat.completions.create(**ask, tool_choice=ADD).choices[0]
+    with client() as (_, openai_client):
+        out = openai_client.chat.completions.create(**ask, tool_choice=ADD).choices[0]
         (call,) = out.message.tool_calls
         assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"x": "5"})
         assert out.finish_reason == "tool_calls"
         assert tiny_tokenizer().decode(out.prompt_token_ids) == "add:ask:hello?!call add "
-        free = found.chat.completions.create(**ask, tool_choice="auto").choices[0]
+        free = openai_client.chat.completions.create(**ask, tool_choice="auto").choices[0]
         assert tiny_tokenizer().decode(free.prompt_token_ids) == "add:ask:hello?!"
 
 
 def test_required_begins_with_the_text_that_all_tools_share():
-    with client() as (_, found):
+    with client() as (_, openai_client):
         ask = {"model": "m", "messages": HELLO, "tool_choice": "required", "extra_body": {"return_token_ids": True}}
-        out = found.chat.completions.create(**ask, tools=TOOLS).choices[0]
+        out = openai_client.chat.completions.create(**ask, tools=TOOLS).choices[0]
         assert tiny_tokenizer().decode(out.prompt_token_ids) == "add:ask:hello?!call a"
-        out = found.chat.completions.create(**ask, tools=TOOLS[:1]).choices[0]
+        out = openai_client.chat.completions.create(**ask, tools=TOOLS[:1]).choices[0]
         assert tiny_tokenizer().decode(out.prompt_token_ids) == "add:hello?!call add "
 
 
@@ -106,10 +106,12 @@ def test_the_beginning_is_no_trained_token_and_the_next_turn_continues_the_seque
     with client() as (endpoint, _):
         session = Session(endpoint.sessions.main, "p/0")
         endpoint.sessions.open(session)
-        with OpenAI(base_url=endpoint.base_url(session), api_key=session.key, max_retries=0) as found:
-            first = found.chat.completions.create(model="m", messages=HELLO, tools=TOOLS, tool_choice=ADD).choices[0]
+        with OpenAI(base_url=endpoint.base_url(session), api_key=session.key, max_retries=0) as openai_client:
+            first = openai_client.chat.completions.create(
+                model="m", messages=HELLO, tools=TOOLS, tool_choice=ADD
+            ).choices[0]
             turns = [*HELLO, first.message.model_dump(exclude_none=True), {"role": "tool", "content": "9"}]
-            found.chat.completions.create(model="m", messages=turns, tools=TOOLS)
+            openai_client.chat.completions.create(model="m", messages=turns, tools=TOOLS)
         endpoint.sessions.close(session)
     first_call, second = session.capture.calls()
     assert tiny_tokenizer().decode(first_call.ids[first_call.prompt_tokens :]) == "5=<pad>"
@@ -128,22 +130,25 @@ def test_the_beginning_is_no_trained_token_and_the_next_turn_continues_the_seque
     ],
 )
 def test_an_invalid_choice_is_an_error_that_names_the_parameter(options, code):
-    with client() as (_, found), pytest.raises(openai.BadRequestError) as raised:
-        found.chat.completions.create(model="m", messages=HELLO, **options)
+    with client() as (_, openai_client), pytest.raises(openai.BadRequestError) as raised:
+        openai_client.chat.completions.create(model="m", messages=HELLO, **options)
     assert (raised.value.param, raised.value.code) == ("tool_choice", code)
 
 
 def test_a_tokenizer_without_a_response_template_cannot_force_a_call():
-    with client(None) as (_, found), pytest.raises(openai.BadRequestError, match="no response template") as raised:
-        found.chat.completions.create(model="m", messages=HELLO, tools=TOOLS, tool_choice="required")
+    with (
+        client(None) as (_, openai_client),
+        pytest.raises(openai.BadRequestError, match="no response template") as raised,
+    ):
+        openai_client.chat.completions.create(model="m", messages=HELLO, tools=TOOLS, tool_choice="required")
     assert (raised.value.param, raised.value.code) == ("tool_choice", "unsupported_value")
 
 
 def test_a_template_that_renders_no_call_after_the_prompt_cannot_force_one():
-    found = tokenizer()
-    found.chat_template = "{% if messages[-1].role == 'user' %}x{% endif %}y"
+    plain = tokenizer()
+    plain.chat_template = "{% if messages[-1].role == 'user' %}x{% endif %}y"
     with pytest.raises(ApiError, match="renders no call after the prompt"):
-        call_beginning(Renderer(found), HELLO, ["add"], TOOLS)
+        call_beginning(Renderer(plain), HELLO, ["add"], TOOLS)
 
 
 @pytest.mark.parametrize(
@@ -158,11 +163,11 @@ def test_a_template_that_renders_no_call_after_the_prompt_cannot_force_one():
     ],
 )
 def test_a_template_that_does_not_show_all_tools_is_refused_as_in_rows(template, hidden):
-    found = tokenizer()
-    found.chat_template = template
+    plain = tokenizer()
+    plain.chat_template = template
     tools = [tool("hello"), tool("add")]  # the message has the name of a tool, too
     with closing(TableSampler(text_table())) as sampler:
-        backend = ServedPolicy(sampler, Renderer(found), GenerationConfig(max_new_tokens=4), 100)
+        backend = ServedPolicy(sampler, Renderer(plain), GenerationConfig(max_new_tokens=4), 100)
         with closing(Endpoint(Sessions(backend, KEY), EndpointLimits(), model="tiny")) as endpoint:
             endpoint.start()
             with OpenAI(base_url=f"{endpoint.url}/v1", api_key=KEY, max_retries=0) as client_:
@@ -185,9 +190,9 @@ def test_without_parallel_tool_calls_a_response_has_its_first_call_only(stream, 
     backend = ServedPolicy(sampler, renderer, GenerationConfig(max_new_tokens=40), 100)
     with closing(Endpoint(Sessions(backend, KEY), EndpointLimits(), model="tiny")) as endpoint:
         endpoint.start()
-        with OpenAI(base_url=f"{endpoint.url}/v1", api_key=KEY, max_retries=0) as found:
+        with OpenAI(base_url=f"{endpoint.url}/v1", api_key=KEY, max_retries=0) as openai_client:
             given = {} if parallel is None else {"parallel_tool_calls": parallel}
-            out = found.chat.completions.create(model="m", messages=HELLO, tools=TOOLS, stream=stream, **given)
+            out = openai_client.chat.completions.create(model="m", messages=HELLO, tools=TOOLS, stream=stream, **given)
             if stream:
                 deltas = [chunk.choices[0].delta for chunk in out if chunk.choices]
                 calls = [call for delta in deltas for call in delta.tool_calls or ()]

@@ -57,10 +57,10 @@ def test_memory_between_calls_is_that_of_a_trained_engine(tmp_path, head):
 
     engine.train_batch(random_sample([[6, 5]]), MicroBatchSpec(), loss, lambda data: torch.tensor(1.0))
     kept = sum(x.numel() * x.element_size() for x in engine.resident() if x.numel() > 1)
-    found = spec.memory("actor", WORK)
-    assert found.device == "cpu"
-    assert found.kept == pytest.approx(kept, rel=0.01)
-    assert found.gradients == found.average
+    memory = spec.memory("actor", WORK)
+    assert memory.device == "cpu"
+    assert memory.kept == pytest.approx(kept, rel=0.01)
+    assert memory.gradients == memory.average
 
 
 def saved_bytes(run, engine):
@@ -87,10 +87,10 @@ def test_activations_are_the_tensors_that_autograd_saves(family, dtype):
     shape = shape_of(tiny_config(family), Causal())
     estimate = MemoryModel(shape, CPU, dtype, optimizer=OptimizerSpec())
     work = replace(WORK, tokens=tokens, response=60)
-    found = saved_bytes(lambda: engine.network.run(data, data, training=True).hidden_RH, engine)
+    saved = saved_bytes(lambda: engine.network.run(data, data, training=True).hidden_RH, engine)
     cast = 2 * shape.in_layers if dtype == torch.bfloat16 else 0
     working = tokens * (3 * shape.mlp * dtype.itemsize + 4 * shape.hidden) + estimate._running_pairs(tokens, work)
-    assert estimate._activations(tokens, work) - working == pytest.approx(found - cast, rel=0.2)
+    assert estimate._activations(tokens, work) - working == pytest.approx(saved - cast, rel=0.2)
 
 
 def test_models_that_run_unpacked_neither_copy_weights_for_rollouts_nor_run_concurrent_micro_batches():
@@ -179,7 +179,7 @@ def test_the_cache_of_a_gpu_is_a_fraction_of_what_the_weights_leave(monkeypatch)
     shape = shape_of(tiny_config("llama"), Causal(), trainable=False)
     on_gpu = MemoryModel(shape, torch.device("cuda"), torch.bfloat16, sampling=InProcessSampling(cache_fraction=0.25))
     work = MemoryWork(False, False, True, 64, 64, prompts=10**4, sequences=10**6, prompt=16, response=16, free=2**27)
-    found = on_gpu.estimate(work)
-    left = 2**27 - found.kept - found.rollout_weights
+    memory = on_gpu.estimate(work)
+    left = 2**27 - memory.kept - memory.rollout_weights
     row = 2 * shape.cache_token * 32
-    assert found.cache == left // 4 // row * row
+    assert memory.cache == left // 4 // row * row

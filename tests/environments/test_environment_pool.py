@@ -48,7 +48,7 @@ def opened(given: SharedLoop, make=Blocking) -> EnvironmentPool:
 
 def converse(given: SharedLoop, *hows: str) -> list[str | float]:
     """Return the reward of each environment after up to two turns, or its failure."""
-    found: dict[int, str | float] = {}
+    results: dict[int, str | float] = {}
     with opened(given) as pool:
         answers = pool.reset([({"name": how, "how": how}, 0) for how in hows])
         live = list(range(len(hows)))
@@ -56,20 +56,20 @@ def converse(given: SharedLoop, *hows: str) -> list[str | float]:
             following = []
             for episode, answer in zip(live, answers, strict=True):
                 if answer.step is None:
-                    found[episode] = answer.failure
+                    results[episode] = answer.failure
                 elif answer.step.over:
-                    found[episode] = answer.step.reward
+                    results[episode] = answer.step.reward
                 else:
                     following.append(episode)
             live = following
             answers = pool.step({episode: Response("x", (1,), turn, False) for episode in live})
-    return [found[episode] for episode in range(len(hows))]
+    return [results[episode] for episode in range(len(hows))]
 
 
 def test_a_step_that_blocks_fails_and_what_finished_in_time_keeps_its_result(caplog):
     given = shared()
-    found = converse(given, "good", "good", "step blocks", "waits")
-    assert found == [1.0, 1.0, *[f"no answer within timeout_s=2: {BLOCKED}"] * 2]
+    answers = converse(given, "good", "good", "step blocks", "waits")
+    assert answers == [1.0, 1.0, *[f"no answer within timeout_s=2: {BLOCKED}"] * 2]
     assert sorted(Blocking.closed) == ["good", "good", "step blocks", "waits"]
     messages = [record.getMessage() for record in caplog.records]  # a busy machine may add those of asyncio
     (warning,) = [message for message in messages if "blocked its event loop" in message]
@@ -78,9 +78,9 @@ def test_a_step_that_blocks_fails_and_what_finished_in_time_keeps_its_result(cap
 
 
 def test_environments_of_an_abandoned_loop_fail_in_their_later_turns(caplog):
-    found = converse(shared(), "good", "second step blocks", "two turns", "two turns")
+    answers = converse(shared(), "good", "second step blocks", "two turns", "two turns")
     blocked = f"no answer within timeout_s=2: {BLOCKED}"
-    assert found == [1.0, blocked, blocked, blocked]
+    assert answers == [1.0, blocked, blocked, blocked]
     with opened(shared()) as pool:
         pool.reset([({"name": how, "how": how}, 0) for how in ("step blocks", "good")])
         (answer,) = pool.step({0: SAID})
@@ -122,8 +122,8 @@ def test_an_environment_does_not_end_the_loop_of_the_others(caplog):
 def test_batches_in_a_row_leave_one_thread_for_each_blocked_loop(caplog):
     given = shared(concurrency=2)
     for blocked in range(1, 4):
-        found = converse(given, "step blocks", "good", "good", "good", "good")
-        assert found[0] == f"no answer within timeout_s=2: {BLOCKED}"
+        answers = converse(given, "step blocks", "good", "good", "good", "good")
+        assert answers[0] == f"no answer within timeout_s=2: {BLOCKED}"
         assert converse(given, *["good"] * 5) == [1.0] * 5
         assert len(threads()) == blocked
     assert caplog.text.count("blocked its event loop") == 1

@@ -51,18 +51,18 @@ def failures_of(cls: type, row: dict, **arguments: object) -> list[str]:
 def test_the_first_traceback_of_an_environment_is_logged_in_full_and_later_ones_are_counted(
     caplog, cls, row, method, raising, exception, fraction
 ):
-    found = failures_of(cls, row)
-    assert len(found) == 2
+    failures = failures_of(cls, row)
+    assert len(failures) == 2
     checked = Failures("mine", fraction)
     if fraction:
-        checked.check(found, 2)
-        checked.check(found, 2)
+        checked.check(failures, 2)
+        checked.check(failures, 2)
     else:
         message = (
             rf"failed in 2 of 2 episodes \(2 times {re.escape(exception)}\), which exceeds max_failed_fraction=0.0"
         )
         with pytest.raises(EnvironmentFailure, match=message) as caught:
-            checked.check(found, 2)
+            checked.check(failures, 2)
         assert isinstance(caught.value, RewardError)
         assert "\n" not in str(caught.value)
     (logged,) = (record.getMessage() for record in caplog.records if record.name.startswith("realign."))

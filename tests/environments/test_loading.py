@@ -32,7 +32,7 @@ def test_a_class_is_found_by_module_or_file_and_made_anew_each_time():
 
 
 @pytest.mark.parametrize(
-    ("name", "arguments", "found"),
+    ("name", "arguments", "message"),
     [
         (
             "Tool",
@@ -48,8 +48,8 @@ def test_a_class_is_found_by_module_or_file_and_made_anew_each_time():
         ("subprocess:Popen", {}, "is in Python's standard library, which contains none"),
     ],
 )
-def test_what_is_no_environment_is_refused_before_anything_is_loaded(name, arguments, found):
-    with pytest.raises(ConfigError, match=found):
+def test_what_is_no_environment_is_refused_before_anything_is_loaded(name, arguments, message):
+    with pytest.raises(ConfigError, match=message):
         load_environment(name, arguments)
 
 
@@ -71,8 +71,10 @@ needs_mcp = pytest.mark.skipif(importlib.util.find_spec("mcp") is None, reason="
 @contextmanager
 def pool(name: str, functions: list[str], servers: list[str], timeout_s: float = 60) -> Iterator[EnvironmentPool]:
     make = load_with_tools(f"{FIXTURES}:{name}", {}, load_tools(functions, servers))
-    with EnvironmentPool(name, make, TurnWriter(tiny_tokenizer()), SharedLoop(name, Limits(timeout_s, 8))) as found:
-        yield found
+    with EnvironmentPool(
+        name, make, TurnWriter(tiny_tokenizer()), SharedLoop(name, Limits(timeout_s, 8))
+    ) as environments:
+        yield environments
 
 
 def calling(name: str, arguments: str) -> Response:
@@ -92,27 +94,30 @@ def observed(answer) -> str:
 def test_reset_gets_the_tools_and_steps_call_them(name, monkeypatch):
     kind = getattr(tool_fixtures, name)
     monkeypatch.setattr(kind, "closed", 0)
-    with pool(name, [f"{FIXTURES}:multiply"], []) as found:
-        assert [answer.failure for answer in found.reset([({"start": "go"}, 1), ({"start": "go"}, 2)])] == ["", ""]
-        called = found.step({0: calling("multiply", '{"a": 3, "b": 4}'), 1: calling("divide", "{}")})
+    with pool(name, [f"{FIXTURES}:multiply"], []) as environments:
+        assert [answer.failure for answer in environments.reset([({"start": "go"}, 1), ({"start": "go"}, 2)])] == [
+            "",
+            "",
+        ]
+        called = environments.step({0: calling("multiply", '{"a": 3, "b": 4}'), 1: calling("divide", "{}")})
         assert observed(called[0]) == "12"
         assert observed(called[1]).startswith("error: there is no tool")
-        ended = found.step({0: saying("12"), 1: saying("12")})
+        ended = environments.step({0: saying("12"), 1: saying("12")})
         assert [answer.step.reward for answer in ended] == [1.0, 0.0]
         assert all(answer.step.over for answer in ended)
     assert kind.closed == 2
 
 
 @pytest.mark.parametrize(
-    ("name", "found"),
+    ("name", "message"),
     [
         ("Calling", r"cannot be called as Calling\.reset\(self, row, tools=\)"),
         ("PlainStep", "require an `async def step`"),
         ("Missing", "has no 'Missing'"),
     ],
 )
-def test_a_class_that_cannot_call_tools_is_a_configuration_error(name, found):
-    with pytest.raises(ConfigError, match=found):
+def test_a_class_that_cannot_call_tools_is_a_configuration_error(name, message):
+    with pytest.raises(ConfigError, match=message):
         load_with_tools(f"{FIXTURES}:{name}", {}, load_tools([f"{FIXTURES}:multiply"], []))
 
 
@@ -126,21 +131,21 @@ def test_schemas_of_functions_are_those_of_the_toolbox():
 def test_the_tools_of_an_mcp_server_are_called_by_steps_and_each_episode_has_its_own_connection():
     sources = load_tools([f"{FIXTURES}:lookup"], [COMMAND])
     assert [schema["function"]["name"] for schema in sources.schemas()][:2] == ["lookup", "multiply"]
-    with pool("Given", [f"{FIXTURES}:lookup"], [COMMAND]) as found:
-        assert not any(answer.failure for answer in found.reset([({}, k) for k in range(3)]))
-        called = found.step({k: calling("multiply", f'{{"a": {k}, "b": 10}}') for k in range(3)})
+    with pool("Given", [f"{FIXTURES}:lookup"], [COMMAND]) as environments:
+        assert not any(answer.failure for answer in environments.reset([({}, k) for k in range(3)]))
+        called = environments.step({k: calling("multiply", f'{{"a": {k}, "b": 10}}') for k in range(3)})
         assert [observed(answer) for answer in called] == ["0", "10", "20"]
-        ended, lost, other = found.step({0: calling("end", "{}"), 1: saying("10"), 2: calling("fail", "{}")})
+        ended, lost, other = environments.step({0: calling("end", "{}"), 1: saying("10"), 2: calling("fail", "{}")})
         assert "MCP server failed in a call of the tool 'end'" in ended.failure
         assert lost.step.reward == 1.0
         assert observed(other).startswith("error: ValueError")
-        (last,) = found.step({2: saying("20")})
+        (last,) = environments.step({2: saying("20")})
         assert last.step.reward == 1.0
 
 
 @pytest.mark.slow
 @needs_mcp
 def test_a_server_that_cannot_be_reached_fails_its_episodes_only():
-    with pool("Given", [], ["false"]) as found:
-        (answer,) = found.reset([({}, 0)])
+    with pool("Given", [], ["false"]) as environments:
+        (answer,) = environments.reset([({}, 0)])
         assert "cannot connect to the MCP server 'false'" in answer.failure

@@ -203,19 +203,19 @@ def test_a_server_that_fails_fails_its_episode_and_is_not_what_the_policy_did_wr
 
     calls = bad | wrong | good
     with mcp_server(calls) as url:
-        found = dict(zip(calls, asyncio.run(episodes(url)), strict=True))
-    assert {name: answer for name, answer in found.items() if isinstance(answer, str)} == {
+        answers = dict(zip(calls, asyncio.run(episodes(url)), strict=True))
+    assert {name: answer for name, answer in answers.items() if isinstance(answer, str)} == {
         "late": "42",
         "a fault of the policy": "error: ValueError: no n",
         "a fault of the tool": "error: ValueError: n < 0",
     }
-    assert {name: error for name, error in found.items() if isinstance(error, TimeoutError) != (name in SILENT)} == {}
+    assert {name: error for name, error in answers.items() if isinstance(error, TimeoutError) != (name in SILENT)} == {}
     for name in (bad.keys() | wrong.keys()) - SILENT:
-        assert isinstance(found[name], ConnectionError)
-        assert "MCP server" in str(found[name])
-        assert len(str(found[name]).splitlines()) == 1
-    assert "the answer has more than 2,097,152 bytes" in str(found["an endless body"])
-    assert "the answer is compressed" in str(found["a compression bomb"])
+        assert isinstance(answers[name], ConnectionError)
+        assert "MCP server" in str(answers[name])
+        assert len(str(answers[name]).splitlines()) == 1
+    assert "the answer has more than 2,097,152 bytes" in str(answers["an endless body"])
+    assert "the answer is compressed" in str(answers["a compression bomb"])
 
 
 @pytest.mark.parametrize("method", ["initialize", "tools/list"])

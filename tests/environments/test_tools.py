@@ -135,5 +135,5 @@ def test_mcp_servers_without_the_package_are_an_error_that_names_the_extra(monke
 
 def test_the_result_of_a_partial_function_is_awaited_if_it_is_a_coroutine():
     tool = function_tool(fixtures.lookup)
-    found = asyncio.run(partial(tool.run, {"word": "deux", "language": "fr"})())
-    assert found == {"word": "deux", "language": "fr"}
+    result = asyncio.run(partial(tool.run, {"word": "deux", "language": "fr"})())
+    assert result == {"word": "deux", "language": "fr"}

@@ -70,8 +70,8 @@ def test_the_agent_of_the_package_with_the_same_tool_plays_the_episodes_of_the_e
         given, agent="realign.environments.tool_agent:chat", arguments=arguments, tools=[f"{__file__}:multiply"]
     )
     ours = replace(ours, interfaces={**theirs.interfaces, "agent": agent})
-    found, expected = run(ours), run(replace(theirs, evaluation=None))
-    assert found.series("missing_rewards") == [0.0]
-    assert found.series("turns")[0] > 1  # some episodes used the tool
+    played, expected = run(ours), run(replace(theirs, evaluation=None))
+    assert played.series("missing_rewards") == [0.0]
+    assert played.series("turns")[0] > 1  # some episodes used the tool
     for name in ("reward", "turns", "response_tokens"):
-        assert found.series(name) == expected.series(name), name
+        assert played.series(name) == expected.series(name), name

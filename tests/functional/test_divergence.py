@@ -58,8 +58,8 @@ def weighted(x):
 def test_values_computed_by_hand(beta, expected):
     """The policy is (0.8, 0.2) and the target (0.5, 0.5); with beta = 0.25 the mixture is (0.725, 0.275)."""
     head, policy = LMHead(torch.eye(2, dtype=torch.float64)), torch.tensor([[0.8, 0.2]], dtype=torch.float64).log()
-    found = vocabulary_divergence(policy, head, torch.zeros_like(policy), head, beta=beta)
-    assert found.item() == pytest.approx(expected, abs=1e-7)
+    divergence = vocabulary_divergence(policy, head, torch.zeros_like(policy), head, beta=beta)
+    assert divergence.item() == pytest.approx(expected, abs=1e-7)
 
 
 @pytest.mark.parametrize(("chunk", "kind", "beta"), pairwise([1, 7, None], list(KINDS), BETAS))
@@ -69,12 +69,12 @@ def test_value_and_gradient_equal_the_definition_in_float64(beta, kind, chunk):
     logq = (head.logits(leaves[0]) / 0.7).log_softmax(-1)
     logp = (target_head.logits(target_hidden) / 0.7).log_softmax(-1).detach()
     expected = by_definition(logq, logp, beta)
-    found = vocabulary_divergence(
+    divergence = vocabulary_divergence(
         leaves[0], head, target_hidden, target_head, beta=beta, temperature=0.7, chunk_size=chunk
     )
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(divergence, expected, rtol=1e-12, atol=1e-12)
     inputs = [*leaves, target_hidden, target_head.weight_VH, target_head.bias_V]
-    grads = torch.autograd.grad(weighted(found), inputs, allow_unused=True)
+    grads = torch.autograd.grad(weighted(divergence), inputs, allow_unused=True)
     wanted = torch.autograd.grad(weighted(expected), leaves)
     torch.testing.assert_close(grads[: len(leaves)], wanted, rtol=1e-10, atol=1e-12)
     assert grads[len(leaves) :] == (None, None, None)
@@ -100,11 +100,11 @@ def test_it_is_finite_never_negative_and_zero_for_equal_distributions(seed, beta
     head = LMHead(torch.eye(V))
     policy, other = (spread * torch.randn(4, V, generator=generator) for _ in range(2))
     policy.requires_grad_()
-    found = vocabulary_divergence(policy, head, other, head, beta=beta)
-    (gradient,) = torch.autograd.grad(found.sum(), policy)
-    assert found.isfinite().all()
+    divergence = vocabulary_divergence(policy, head, other, head, beta=beta)
+    (gradient,) = torch.autograd.grad(divergence.sum(), policy)
+    assert divergence.isfinite().all()
     assert gradient.isfinite().all()
-    assert (found >= -1e-5).all()
+    assert (divergence >= -1e-5).all()
     assert vocabulary_divergence(policy, head, policy, head, beta=beta).abs().max() < 1e-5
 
 
@@ -121,9 +121,9 @@ def test_trap_c6_a_step_on_the_divergence_decreases_it(beta):
 @pytest.mark.parametrize("temperature", [0.6, 1.0])
 def test_trap_b2_temperature_applies_to_both_distributions(temperature):
     head, hidden = LMHead(torch.eye(2)), torch.tensor([[2.0, 0.0]])
-    found = vocabulary_divergence(hidden, head, torch.tensor([[0.0, 1.0]]), head, temperature=temperature)
+    divergence = vocabulary_divergence(hidden, head, torch.tensor([[0.0, 1.0]]), head, temperature=temperature)
     logq, logp = ((torch.tensor(x) / temperature).log_softmax(0) for x in ([2.0, 0.0], [0.0, 1.0]))
-    assert found.item() == pytest.approx(float((logq.exp() * (logq - logp)).sum()), abs=1e-6)
+    assert divergence.item() == pytest.approx(float((logq.exp() * (logq - logp)).sum()), abs=1e-6)
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.5])
@@ -152,9 +152,9 @@ def test_trap_b8_nothing_of_the_size_of_the_logits_is_allocated(beta):
 def test_trap_b9_bf16_hidden_states_give_fp32_results():
     leaves, head = make("bias", dtype=torch.bfloat16)
     target_hidden, target_head = target(dtype=torch.bfloat16)
-    found = vocabulary_divergence(leaves[0], head, target_hidden, target_head, beta=0.5)
-    assert found.dtype == torch.float32
-    found.sum().backward()
+    divergence = vocabulary_divergence(leaves[0], head, target_hidden, target_head, beta=0.5)
+    assert divergence.dtype == torch.float32
+    divergence.sum().backward()
     assert all(x.grad.dtype == torch.bfloat16 and x.grad.isfinite().all() for x in leaves)
 
 
@@ -163,11 +163,11 @@ def test_autocast_sets_the_matrix_products_of_both_models():
     fixed = target(dtype=torch.float32)
     full = vocabulary_divergence(leaves[0], head, *fixed, beta=0.5)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = vocabulary_divergence(leaves[0], head, *fixed, beta=0.5)
+        divergence = vocabulary_divergence(leaves[0], head, *fixed, beta=0.5)
         whole = by_definition(head.logits(leaves[0]).log_softmax(-1), fixed[1].logits(fixed[0]).log_softmax(-1), 0.5)
-    assert found.dtype == torch.float32
-    assert not torch.equal(found, full)
-    torch.testing.assert_close(found, whole, rtol=1e-5, atol=1e-6)
+    assert divergence.dtype == torch.float32
+    assert not torch.equal(divergence, full)
+    torch.testing.assert_close(divergence, whole, rtol=1e-5, atol=1e-6)
 
 
 def test_bad_input_is_named():
@@ -197,11 +197,11 @@ def test_a_word_with_a_logit_of_minus_infinity_in_both_models_counts_as_absent(b
     with torch.no_grad():
         head.bias_V[absent] = other_head.bias_V[absent] = -math.inf
     heads = (LMHead(x.weight_VH[rest], x.bias_V[rest]) for x in (head, other_head))
-    found = vocabulary_divergence(leaves[0], head, other, other_head, beta=beta)
+    divergence = vocabulary_divergence(leaves[0], head, other, other_head, beta=beta)
     short, short_target = heads
     wanted = vocabulary_divergence(leaves[0], short, other, short_target, beta=beta)
-    torch.testing.assert_close(found, wanted)
-    for a, b in zip(*(torch.autograd.grad(weighted(x), leaves) for x in (found, wanted)), strict=True):
+    torch.testing.assert_close(divergence, wanted)
+    for a, b in zip(*(torch.autograd.grad(weighted(x), leaves) for x in (divergence, wanted)), strict=True):
         torch.testing.assert_close(a, b)
 
 
@@ -211,7 +211,7 @@ def test_a_divergence_over_a_part_of_the_vocabulary_is_that_of_both_models_on_it
     other, other_head = target()
     sets = [sorted({n % V, (3 * n + 1) % V, (5 * n + 2) % V}) for n in range(N)]
     support = Support(torch.tensor([len(x) for x in sets]), torch.tensor([i for x in sets for i in x]))
-    found = vocabulary_divergence(leaves[0], head, other, other_head, beta=beta, chunk_size=4, support=support)
+    divergence = vocabulary_divergence(leaves[0], head, other, other_head, beta=beta, chunk_size=4, support=support)
     wanted = []
     for n, ids in enumerate(sets):  # a head with these tokens only
         heads = (
@@ -221,8 +221,8 @@ def test_a_divergence_over_a_part_of_the_vocabulary_is_that_of_both_models_on_it
         own, its = heads
         wanted.append(vocabulary_divergence(leaves[0][n : n + 1], own, other[n : n + 1], its, beta=beta))
     wanted = torch.cat(wanted)
-    torch.testing.assert_close(found, wanted)
-    for a, b in zip(*(torch.autograd.grad(weighted(x), leaves) for x in (found, wanted)), strict=True):
+    torch.testing.assert_close(divergence, wanted)
+    for a, b in zip(*(torch.autograd.grad(weighted(x), leaves) for x in (divergence, wanted)), strict=True):
         torch.testing.assert_close(a, b)
 
 
@@ -234,11 +234,11 @@ def test_a_word_that_only_one_model_excludes_makes_the_kl_from_the_other_infinit
         other, other_head = target()
         with torch.no_grad():
             (head, other_head)[excludes].bias_V[3] = -math.inf
-        found = vocabulary_divergence(leaves[0], head, other, other_head, beta=beta)
-        assert found.isinf().tolist() == [expected] * N
-        assert not found.isnan().any()
+        divergence = vocabulary_divergence(leaves[0], head, other, other_head, beta=beta)
+        assert divergence.isinf().tolist() == [expected] * N
+        assert not divergence.isnan().any()
         if not expected:
-            assert all(x.isfinite().all() for x in torch.autograd.grad(found.sum(), leaves))
+            assert all(x.isfinite().all() for x in torch.autograd.grad(divergence.sum(), leaves))
 
 
 @pytest.mark.parametrize("beta", BETAS)

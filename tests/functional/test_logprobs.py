@@ -240,11 +240,11 @@ def test_a_word_with_a_logit_of_minus_infinity_counts_as_absent(chunk, temperatu
     with torch.no_grad():
         bias[absent] = -math.inf
     asked = {"temperature": temperature, "with_entropy": True, "chunk_size": chunk}
-    found = token_logprobs(hidden, LMHead(weight, bias), targets, **asked)
+    scored = token_logprobs(hidden, LMHead(weight, bias), targets, **asked)
     wanted = token_logprobs(hidden, LMHead(weight[rest], bias[rest]), short, **asked)
-    for a, b in zip(found, wanted, strict=True):
+    for a, b in zip(scored, wanted, strict=True):
         torch.testing.assert_close(a, b)
-    got, want = (torch.autograd.grad(weighted(*x), [hidden, weight, bias]) for x in (found, wanted))
+    got, want = (torch.autograd.grad(weighted(*x), [hidden, weight, bias]) for x in (scored, wanted))
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b)
 

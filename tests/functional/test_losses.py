@@ -124,8 +124,8 @@ def test_trap_f4_a_sequence_is_kept_or_dropped_as_a_whole():
 def test_weights_that_the_limit_of_log_ratios_changes_are_marked_whatever_the_bounds(level, clamped, bounds):
     proximal_T = torch.tensor([25.0, 0.0, -math.inf, 15.0, 15.0, 20.0])  # 15 + 15 is above the limit, 20 is not
     mask_T = torch.tensor([True, True, False, True, True, True])
-    found = behavior_weights(proximal_T, torch.zeros(6), mask_T, cu_seqlens_of([3, 2, 1]), level=level, **bounds)
-    assert found.clamped_T.tolist() == clamped
+    weights = behavior_weights(proximal_T, torch.zeros(6), mask_T, cu_seqlens_of([3, 2, 1]), level=level, **bounds)
+    assert weights.clamped_T.tolist() == clamped
 
 
 @pytest.mark.parametrize("level", [ImportanceLevel.sequence, ImportanceLevel.geometric])

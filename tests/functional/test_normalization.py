@@ -352,8 +352,8 @@ def test_moments_of_scores_are_their_mean_and_population_std_over_all_ranks():
     scores_S = torch.tensor([1.0, 2.0, 4.0, 5.0])
     assert score_moments(scores_S) == (3.0, pytest.approx(math.sqrt(2.5)))
     parts = scores_S.split([1, 0, 3])
-    found = over_ranks(parts, lambda part, reduce: torch.tensor(score_moments(part, reduce)))
-    assert found.tolist() == pytest.approx([3.0, math.sqrt(2.5)] * 3)
+    moments = over_ranks(parts, lambda part, reduce: torch.tensor(score_moments(part, reduce)))
+    assert moments.tolist() == pytest.approx([3.0, math.sqrt(2.5)] * 3)
 
 
 @pytest.mark.parametrize(

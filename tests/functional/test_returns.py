@@ -144,8 +144,8 @@ def reference_n_step(rewards, values, gamma, n, bootstrap):
     for t in range(len(rewards)):
         end = min(t + n, len(rewards))
         after = values[end] if end < len(rewards) else bootstrap
-        found = sum(gamma ** (k - t) * rewards[k] for k in range(t, end))
-        returns.append(found + gamma ** (end - t) * after)
+        value = sum(gamma ** (k - t) * rewards[k] for k in range(t, end))
+        returns.append(value + gamma ** (end - t) * after)
     return returns
 
 

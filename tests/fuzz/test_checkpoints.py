@@ -46,15 +46,15 @@ def pristine() -> tempfile.TemporaryDirectory[str]:
 def read_or_named(folder: Path) -> None:
     """Apply the oracle to a checkpoint folder."""
     checkpoint = Checkpoint(folder / "step_000007", 7)
-    found = attempt(checkpoint.read, *FILES)
-    if isinstance(found, Refused):
+    outcome = attempt(checkpoint.read, *FILES)
+    if isinstance(outcome, Refused):
         with pytest.raises(CorruptCheckpoint):
             checkpoint.read()
         with pytest.raises(CorruptCheckpoint, match="No checkpoint in"):
             newest(folder, lambda message: None)
         return
-    assert repr(found) == repr(tree())
-    assert found["weights"].data_ptr() == found["tied"].data_ptr()
+    assert repr(outcome) == repr(tree())
+    assert outcome["weights"].data_ptr() == outcome["tied"].data_ptr()
 
 
 @BOUNDED
@@ -124,9 +124,9 @@ def test_a_forged_state_is_no_tree_or_a_plain_one(what, value):
         del manifest["sha256"]
         manifest["files"]["state.json"] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
         (path / "manifest.json").write_bytes(sealed(manifest))
-        found = attempt(Checkpoint(path, 7).read, *FILES)
-        assert isinstance(found, Refused | dict)
-        assert isinstance(found, Refused) or what != "tag" or value in ("weights", "tied")
+        outcome = attempt(Checkpoint(path, 7).read, *FILES)
+        assert isinstance(outcome, Refused | dict)
+        assert isinstance(outcome, Refused) or what != "tag" or value in ("weights", "tied")
 
 
 @BOUNDED
@@ -136,6 +136,6 @@ def test_names_of_folders(names):
         for name in names:
             if name.strip("./ ") and "/" not in name:
                 Path(work, name).mkdir(exist_ok=True)
-        found = list_checkpoints(Path(work))
-        assert all(c.path.parent == Path(work) and c.path.name == f"step_{c.step:06d}" for c in found)
-        assert found == sorted(found, key=lambda c: c.step)
+        checkpoints = list_checkpoints(Path(work))
+        assert all(c.path.parent == Path(work) and c.path.name == f"step_{c.step:06d}" for c in checkpoints)
+        assert checkpoints == sorted(checkpoints, key=lambda c: c.step)

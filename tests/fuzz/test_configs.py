@@ -100,11 +100,11 @@ def check(plain: Mapping[str, Any]) -> Any:
         return config, build_experiment(config)
 
     with no_call():
-        found = attempt(build)
-    if isinstance(found, Refused):
-        assert "\n" not in found.message
-        return found
-    taken = resolve_config(*found)
+        outcome = attempt(build)
+    if isinstance(outcome, Refused):
+        assert "\n" not in outcome.message
+        return outcome
+    taken = resolve_config(*outcome)
     assert not [path for path, value in leaves(taken) if isinstance(value, float) and math.isnan(value)]
     again = config_of(copy.deepcopy(taken))
     assert resolve_config(again, build_experiment(again)) == taken
@@ -118,10 +118,10 @@ def test_a_value_that_is_odd(name, data):
     path = data.draw(st.sampled_from([path for path, _ in leaves(plain)]))
     value = data.draw(ODD)
     put(plain, path, copy.deepcopy(value))
-    found = check(plain)
-    if isinstance(found, Refused):
+    outcome = check(plain)
+    if isinstance(outcome, Refused):
         return
-    shown = get(found, path)
+    shown = get(outcome, path)
     if isinstance(value, int | float) and not isinstance(value, bool) and isinstance(shown, int | float):
         # the accepted value is the given one; one without effect becomes the default, and the launch table says so
         idle = build_experiment(config_of(copy.deepcopy(plain))).idle
@@ -144,9 +144,9 @@ def test_a_key_that_is_misspelt_or_missing(name, data):
     wrong = data.draw(st.sampled_from([path[-1] + "s", path[-1][:-1], path[-1].upper(), "x." + path[-1], ""]))
     assume(wrong not in owner)
     owner[wrong] = value
-    found = check(plain)
+    outcome = check(plain)
     roles = (len(path) == 2 and path[0] in COMPONENTS) or path[:-1][-1:] in (("rename",), ("template_options",))
-    assert isinstance(found, Refused) or roles, f"{wrong!r} beside {path}"
+    assert isinstance(outcome, Refused) or roles, f"{wrong!r} beside {path}"
 
 
 KEYS = st.sampled_from([".".join(map(str, path)) for path, _ in leaves(whole("grpo_arithmetic"))])
@@ -177,10 +177,10 @@ def test_overrides_as_they_are_typed(overrides):
         if isinstance(config, Refused):
             assert "\n" not in config.message
             return
-        found = attempt(lambda: build_experiment(config))
-    if isinstance(found, Refused):
+        outcome = attempt(lambda: build_experiment(config))
+    if isinstance(outcome, Refused):
         return
-    taken = resolve_config(config, found)
+    taken = resolve_config(config, outcome)
     OmegaConf.create(taken)
     for override in overrides:
         key, _, value = override.lstrip("+").partition("=")

@@ -97,9 +97,9 @@ def written(name: str, data: bytes) -> Iterator[Path]:
 
 def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return an object whose keys differ."""
-    if len(found := dict(pairs)) < len(pairs):
+    if len(members := dict(pairs)) < len(pairs):
         raise ValueError("duplicate key")
-    return found
+    return members
 
 
 def validated(data: bytes) -> Iterator[Any]:
@@ -121,8 +121,8 @@ def plain_rows(name: str, data: bytes) -> list[Any] | None:
         readers.append(lambda: list(csv.DictReader(io.StringIO(data.decode("utf-8-sig"), newline=""))))
     for read in readers:
         try:
-            if isinstance(found := read(), list):
-                return found
+            if isinstance(content := read(), list):
+                return content
         except (ValueError, RecursionError, OSError, MemoryError, SystemError, pyarrow.ArrowException):
             continue
     return None
@@ -153,16 +153,16 @@ def is_text(row: Any) -> bool:
 def test_rows_of_any_file(file, limit):
     name, data = file
     with written(name, data) as path:
-        found = attempt(lambda: read_rows(path, limit), name)
+        outcome = attempt(lambda: read_rows(path, limit), name)
     expected = plain_rows(name, data)
-    if isinstance(found, Refused):
+    if isinstance(outcome, Refused):
         rows = expected if must_be_read(name, data) else None
-        assert not (rows and all(isinstance(row, dict) and is_text(row) for row in rows)), found.message
+        assert not (rows and all(isinstance(row, dict) and is_text(row) for row in rows)), outcome.message
         return
     assert expected is not None
-    assert 0 < len(found) <= (limit or len(expected))
-    assert repr(list(found.rows)) == repr(expected[:limit])  # NaN differs from itself
-    assert all(isinstance(row, dict) for row in found.rows)
+    assert 0 < len(outcome) <= (limit or len(expected))
+    assert repr(list(outcome.rows)) == repr(expected[:limit])  # NaN differs from itself
+    assert all(isinstance(row, dict) for row in outcome.rows)
 
 
 TOKENIZER = make_tokenizer()
@@ -224,10 +224,10 @@ def test_a_folder_of_datasets_with_a_damaged_file(data):
             file.write_text(json.dumps(content))
         else:
             file.unlink()
-        found = attempt(lambda: read_rows(folder), "split")
-        if not isinstance(found, Refused):
-            assert all(isinstance(row, dict) for row in found.rows)
-            assert len(found) >= 1
+        outcome = attempt(lambda: read_rows(folder), "split")
+        if not isinstance(outcome, Refused):
+            assert all(isinstance(row, dict) for row in outcome.rows)
+            assert len(outcome) >= 1
 
 
 @BOUNDED
@@ -245,5 +245,5 @@ def test_any_text_as_a_path(path):
 
 
 def refused(path):
-    found = attempt(lambda: read_rows(path))
-    assert isinstance(found, Refused)
+    outcome = attempt(lambda: read_rows(path))
+    assert isinstance(outcome, Refused)

@@ -22,9 +22,9 @@ WHOLE = st.one_of(st.integers(-1, 40), NUMBERS, JUNK)
 @BOUNDED
 @given(WHOLE, WHOLE)
 def test_a_budget_is_a_whole_number_or_refused(tokens, parts):
-    found = attempt(lambda: MicroBatchSpec(tokens, parts), "max_tokens_per_microbatch", "n_microbatches")
+    outcome = attempt(lambda: MicroBatchSpec(tokens, parts), "max_tokens_per_microbatch", "n_microbatches")
     possible = (tokens is None or (type(tokens) is int and tokens >= 1)) and type(parts) is int and parts >= 1
-    assert isinstance(found, Refused) != possible, getattr(found, "message", (tokens, parts))
+    assert isinstance(outcome, Refused) != possible, getattr(outcome, "message", (tokens, parts))
 
 
 @BOUNDED
@@ -64,13 +64,13 @@ def test_a_plan_holds_every_sequence_once_and_keeps_the_budget(nested, limit, pa
     assert isinstance(plan, Refused) != possible, getattr(plan, "message", prefixes)
     if not possible:
         return
-    found = [sequences.tolist() for sequences in plan]
-    assert sorted(s for sequences in found for s in sequences) == list(range(len(flat)))
-    assert all(sequences and sequences == sorted(sequences) for sequences in found)
-    assert limit is None or max(map(load, found), default=0) <= limit
-    assert len(found) >= min(parts, len(units))
+    plan_lists = [sequences.tolist() for sequences in plan]
+    assert sorted(s for sequences in plan_lists for s in sequences) == list(range(len(flat)))
+    assert all(sequences and sequences == sorted(sequences) for sequences in plan_lists)
+    assert limit is None or max(map(load, plan_lists), default=0) <= limit
+    assert len(plan_lists) >= min(parts, len(units))
     fits = [unit for unit in units if limit is None or load(unit) <= limit]
-    assert all(any(set(unit) <= set(sequences) for sequences in found) for unit in fits)
+    assert all(any(set(unit) <= set(sequences) for sequences in plan_lists) for unit in fits)
 
 
 KEYS = st.sampled_from(["tokens", "rewards", "logprobs", "values", "<b>", "a&b", 'x"y'])

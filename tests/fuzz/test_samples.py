@@ -35,15 +35,15 @@ def fits(counts: Any, flat: Any) -> bool:
 @example([4], [2**62] * 4)  # the sum would overflow to 0
 @example([2**63, 2**63], [])
 def test_lengths_are_taken_or_refused(counts, flat):
-    found = attempt(lambda: Lengths(counts, flat), "Lengths")
-    if isinstance(found, Refused):
-        assert not fits(counts, flat), found.message
+    outcome = attempt(lambda: Lengths(counts, flat), "Lengths")
+    if isinstance(outcome, Refused):
+        assert not fits(counts, flat), outcome.message
         return
     plain = [x.tolist() if hasattr(x, "tolist") else list(x) for x in (counts, flat)]
     assert fits(*plain)
-    assert found.total == sum(plain[1])
-    assert found.starts.tolist() == [sum(plain[1][:i]) for i in range(len(plain[1]) + 1)]
-    assert [len(group) for group in found.as_tuples()] == plain[0]
+    assert outcome.total == sum(plain[1])
+    assert outcome.starts.tolist() == [sum(plain[1][:i]) for i in range(len(plain[1]) + 1)]
+    assert [len(group) for group in outcome.as_tuples()] == plain[0]
 
 
 @BOUNDED
@@ -54,7 +54,7 @@ def test_lengths_are_taken_or_refused(counts, flat):
     st.dictionaries(KEYS, st.one_of(st.lists(st.integers(), max_size=4), JUNK), max_size=2),
 )
 def test_a_sample_is_built_whole_or_refused(ids, data, lengths, metadata):
-    found = attempt(lambda: SequenceSample(tuple(ids), data, lengths, metadata), "id", "key", "metadata")
+    outcome = attempt(lambda: SequenceSample(tuple(ids), data, lengths, metadata), "id", "key", "metadata")
     whole = (
         all(not isinstance(i, list) for i in ids)
         and len(set(map(repr, ids))) == len(ids)
@@ -66,7 +66,7 @@ def test_a_sample_is_built_whole_or_refused(ids, data, lengths, metadata):
         and all(lengths[key].total == len(x) for key, x in data.items())
         and all(isinstance(x, list) and len(x) == len(ids) for x in metadata.values())
     )
-    assert isinstance(found, Refused) != whole, getattr(found, "message", (ids, data, lengths, metadata))
+    assert isinstance(outcome, Refused) != whole, getattr(outcome, "message", (ids, data, lengths, metadata))
 
 
 ROWS = st.lists(st.one_of(NUMBERS, st.none(), st.text(max_size=2), st.just([1])), max_size=3)
@@ -79,16 +79,16 @@ NESTED = st.lists(
 @given(st.one_of(NESTED, JUNK))
 def test_nested_sequences_come_back_as_they_were_or_are_refused(nested):
     ids = [f"p{i}" for i in range(len(nested))] if isinstance(nested, list) else ["p0"]
-    found = attempt(lambda: SequenceSample.from_sequences(ids, {"input_ids": nested}), "'input_ids'")
-    if isinstance(found, Refused):
+    outcome = attempt(lambda: SequenceSample.from_sequences(ids, {"input_ids": nested}), "'input_ids'")
+    if isinstance(outcome, Refused):
         integers = isinstance(nested, list) and all(
             isinstance(group, list)
             and all(isinstance(s, list) and all(type(x) is int and abs(x) < 2**63 for x in s) for s in group)
             for group in nested
         )
-        assert not integers, found.message
+        assert not integers, outcome.message
         return
-    for prompt, group in zip(found.unpack(), nested, strict=True):
+    for prompt, group in zip(outcome.unpack(), nested, strict=True):
         for sequence, given_ in zip(prompt.sequences(), group, strict=True):
             expected = torch.as_tensor(given_)
             assert sequence.shape == expected.shape
@@ -162,29 +162,29 @@ def as_indices(values: Any, n: int) -> list[int] | None:
 @BOUNDED
 @given(plain_samples(), INDICES)
 def test_taking_prompts(plain, at):
-    found = attempt(lambda: plain.packed().take(at), "take: prompts", "Duplicate id")
+    outcome = attempt(lambda: plain.packed().take(at), "take: prompts", "Duplicate id")
     wanted = as_indices(at, len(plain.ids))
     possible = wanted is not None and len(set(wanted)) == len(wanted)
-    assert isinstance(found, Refused) != possible, getattr(found, "message", at)
+    assert isinstance(outcome, Refused) != possible, getattr(outcome, "message", at)
     if possible:
-        plain.take(wanted).assert_same(found)
+        plain.take(wanted).assert_same(outcome)
 
 
 @BOUNDED
 @given(plain_samples(), INDICES)
 def test_taking_sequences(plain, at):
     sample = plain.packed()
-    found = attempt(lambda: sample.take_sequences(at), "take_sequences", "sequences cannot be split like")
+    outcome = attempt(lambda: sample.take_sequences(at), "take_sequences", "sequences cannot be split like")
     owner = [i for i, group in enumerate(plain.data["input_ids"]) for _ in group]
     wanted = as_indices(at, len(owner))
     if wanted is None or wanted != sorted(set(wanted)):
-        assert isinstance(found, Refused)
+        assert isinstance(outcome, Refused)
         return
     prompts = sorted({owner[s] for s in wanted})
     cut = [p for p in prompts if sum(owner[s] == p for s in wanted) < owner.count(p)]
     same = all(map(lambda a, b: len(a) == len(b), plain.data["free"], plain.data["input_ids"]))
     possible = same or all(len(plain.data["free"][p]) == 1 for p in cut)
-    assert isinstance(found, Refused) != possible, getattr(found, "message", at)
+    assert isinstance(outcome, Refused) != possible, getattr(outcome, "message", at)
     if possible:
         expected = {
             key: [
@@ -194,7 +194,7 @@ def test_taking_sequences(plain, at):
             for key in ("input_ids", "mask", "score")
         }
         for key, groups in expected.items():
-            assert [x.tolist() for x in found.sequences(key)] == [s for group in groups for s in group]
+            assert [x.tolist() for x in outcome.sequences(key)] == [s for group in groups for s in group]
 
 
 NAMES = st.one_of(st.sampled_from(["input_ids", "mask", "score", "free", "row", "inptu_ids", ""]), st.text(max_size=2))
@@ -205,16 +205,16 @@ NAMES = st.one_of(st.sampled_from(["input_ids", "mask", "score", "free", "row", 
 def test_selecting_and_renaming_keys(plain, keys, names):
     sample = plain.packed()
     known = {*plain.data, "row"}
-    found = attempt(lambda: sample.select(keys), "no packed key")
-    assert isinstance(found, Refused) != (set(keys) <= known)
-    if not isinstance(found, Refused):
-        assert found.keys == set(keys)
-    found = attempt(lambda: sample.rename(names), "no packed key", "rename")
+    outcome = attempt(lambda: sample.select(keys), "no packed key")
+    assert isinstance(outcome, Refused) != (set(keys) <= known)
+    if not isinstance(outcome, Refused):
+        assert outcome.keys == set(keys)
+    outcome = attempt(lambda: sample.rename(names), "no packed key", "rename")
     after = [names.get(key, key) for key in sorted(known)]
     possible = set(names) <= known and len(set(after)) == len(after)
-    assert isinstance(found, Refused) != possible, getattr(found, "message", names)
+    assert isinstance(outcome, Refused) != possible, getattr(outcome, "message", names)
     if possible:
-        back = found.rename({new: old for old, new in names.items()})
+        back = outcome.rename({new: old for old, new in names.items()})
         plain.assert_same(back)
 
 
@@ -222,19 +222,19 @@ def test_selecting_and_renaming_keys(plain, keys, names):
 @given(plain_samples(), plain_samples(prefix="q"), st.booleans(), st.booleans())
 def test_gathering_and_merging(plain, other, same_ids, same_keys):
     a, b = plain.packed(), other.packed()
-    found = attempt(lambda: SequenceSample.gather([a, a] if same_ids else [a, b]), "Duplicate id", "dtype")
+    outcome = attempt(lambda: SequenceSample.gather([a, a] if same_ids else [a, b]), "Duplicate id", "dtype")
     if same_ids and len(a):
-        assert isinstance(found, Refused)
+        assert isinstance(outcome, Refused)
     else:
         joined = plain if same_ids else None
         n = len(a) + (0 if joined else len(b))
-        assert len(found) == n or same_ids
+        assert len(outcome) == n or same_ids
         if not same_ids:
             both = {key: plain.data[key] + other.data[key] for key in plain.data}
-            Plain(plain.ids + other.ids, both, plain.rows + other.rows).assert_same(found)
+            Plain(plain.ids + other.ids, both, plain.rows + other.rows).assert_same(outcome)
     mine, theirs = a.select(["input_ids", "row"]), a.select(["input_ids" if same_keys else "free", "mask"])
-    found = attempt(lambda: mine.merge(theirs), "'input_ids'")
-    assert isinstance(found, Refused) == same_keys
+    outcome = attempt(lambda: mine.merge(theirs), "'input_ids'")
+    assert isinstance(outcome, Refused) == same_keys
     if len(a) + len(b):
         assert isinstance(attempt(lambda: mine.merge(b.select(["free"])), "same ids"), Refused)
 
@@ -261,14 +261,14 @@ VALUES = st.one_of(st.integers(0, 12).map(torch.arange), NESTED, JUNK)
 @given(plain_samples(), KEYS, VALUES, st.sampled_from(["input_ids", "score", "row", "nothing", None]))
 def test_adding_a_key(plain, key, value, like):
     sample = plain.packed()
-    found = attempt(lambda: sample.with_data({key: value}, like=like), "key", "with_data")
-    if isinstance(found, Refused):
+    outcome = attempt(lambda: sample.with_data({key: value}, like=like), "key", "with_data")
+    if isinstance(outcome, Refused):
         fitting = isinstance(value, torch.Tensor) and value.ndim and like in ("input_ids", "score")
         rows = sum(len(s) for group in plain.data.get(like, []) for s in group)
-        assert not (fitting and isinstance(key, str) and len(value) == rows), found.message
+        assert not (fitting and isinstance(key, str) and len(value) == rows), outcome.message
     else:
-        assert len(found[key]) == found.lengths[key].total
-        assert found.lengths[key] == sample.lengths[like]
+        assert len(outcome[key]) == outcome.lengths[key].total
+        assert outcome.lengths[key] == sample.lengths[like]
 
 
 @BOUNDED
@@ -278,8 +278,8 @@ def test_what_is_split_is_put_back_together(plain, tokens, parts, whole):
     plain = Plain(plain.ids, data, plain.rows)
     sample = plain.packed()
     spec = MicroBatchSpec(tokens, parts, whole_groups=whole)
-    found = attempt(lambda: sample.split(spec), "max_tokens_per_microbatch=")
-    if not isinstance(found, Refused):
-        restored = found.restore([part.select(["mask", "score"]) for part in found])
-        for key in ("mask", "score") if len(found) else ():
+    outcome = attempt(lambda: sample.split(spec), "max_tokens_per_microbatch=")
+    if not isinstance(outcome, Refused):
+        restored = outcome.restore([part.select(["mask", "score"]) for part in outcome])
+        for key in ("mask", "score") if len(outcome) else ():
             assert [x.tolist() for x in restored.sequences(key)] == [s for group in data[key] for s in group]

@@ -11,9 +11,9 @@ TEMPLATE = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}
 
 
 def tokenizer():
-    found = tiny_tokenizer()
-    found.chat_template = TEMPLATE
-    return found
+    made = tiny_tokenizer()
+    made.chat_template = TEMPLATE
+    return made
 
 
 def batch(rows: list[dict], prompt: str = "ab") -> SequenceSample:

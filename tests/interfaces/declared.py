@@ -176,12 +176,12 @@ SETTINGS: dict[str, list[dict]] = {
 
 
 def modules():
-    found = pkgutil.walk_packages(realign.interfaces.__path__, "realign.interfaces.")
-    return [importlib.import_module(m.name) for m in found]
+    packages = pkgutil.walk_packages(realign.interfaces.__path__, "realign.interfaces.")
+    return [importlib.import_module(m.name) for m in packages]
 
 
 def trainers() -> list[type[ModelInterface]]:
-    found = {
+    classes = {
         cls
         for module in modules()
         for cls in vars(module).values()
@@ -190,7 +190,7 @@ def trainers() -> list[type[ModelInterface]]:
         and cls is not ModelInterface
         and implements(cls, "train_step")
     }
-    return sorted(found, key=lambda cls: cls.__name__)
+    return sorted(classes, key=lambda cls: cls.__name__)
 
 
 def graphs(dataflow):
@@ -215,10 +215,10 @@ def actor_inputs(interface: PolicyInterface) -> list[tuple[str, ...]]:
     known, uses = interface_names(train), interface.keys("train_step").uses
     least, credited = interface.keys("train_step").needs, {"advantages", "returns"}
     full = dict.fromkeys([*known, *least, *sorted(uses - credited)])
-    found = [tuple(least), tuple(full)]
+    keys = [tuple(least), tuple(full)]
     if not interface.credit_per_minibatch and interface.advantage.gives_returns:
-        found.append(tuple(dict.fromkeys([*full, *sorted(credited)])))
-    return found
+        keys.append(tuple(dict.fromkeys([*full, *sorted(credited)])))
+    return keys
 
 
 def critic_inputs() -> list[tuple[str, ...]]:
@@ -237,9 +237,9 @@ def input_sets(interface: ModelInterface) -> list[tuple[str, ...]]:
         built = [module.dataflow({"actor": interface, "reward": interface})]
     else:
         built = list(graphs(module.dataflow))
-    found = {interface_names(rpc) for graph in built for rpc in graph.rpcs if rpc.method == "train_step"}
-    assert found, f"{module.__name__}.dataflow declares no train_step for {type(interface).__name__}"
-    return sorted(found)
+    sets = {interface_names(rpc) for graph in built for rpc in graph.rpcs if rpc.method == "train_step"}
+    assert sets, f"{module.__name__}.dataflow declares no train_step for {type(interface).__name__}"
+    return sorted(sets)
 
 
 def settings(cls: type[ModelInterface]) -> list[dict]:
@@ -261,8 +261,8 @@ def cases():
 
 def subclasses(base: type) -> list[type]:
     """Return all concrete subclasses of `base` in the package."""
-    found = {base}
-    while more := {sub for cls in found for sub in cls.__subclasses__()} - found:
-        found |= more
-    ours = [cls for cls in found if cls.__module__.startswith("realign.") and not inspect.isabstract(cls)]
+    classes = {base}
+    while more := {sub for cls in classes for sub in cls.__subclasses__()} - classes:
+        classes |= more
+    ours = [cls for cls in classes if cls.__module__.startswith("realign.") and not inspect.isabstract(cls)]
     return sorted(ours, key=lambda cls: cls.__name__)

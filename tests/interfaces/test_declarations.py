@@ -189,9 +189,9 @@ def test_a_method_fails_without_any_key_that_it_needs(interface, method):
     ids=name,
 )
 def test_an_interface_declares_no_keys_for_methods_that_it_does_not_implement(interface):
-    found = {method: interface.keys(method) for method in METHODS}
+    keys_of = {method: interface.keys(method) for method in METHODS}
     own = {m for m in METHODS if getattr(type(interface), m) is not getattr(ModelInterface, m)}
-    assert {method for method, keys in found.items() if keys == Keys()} == set(METHODS) - own
+    assert {method for method, keys in keys_of.items() if keys == Keys()} == set(METHODS) - own
 
 
 OWN = f"{__name__}:"
@@ -223,9 +223,9 @@ EXCEPTIONS = {
 
 
 def tokenizer():
-    found = tiny_tokenizer()
-    found.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    return found
+    made = tiny_tokenizer()
+    made.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    return made
 
 
 def length(prompt, response, row):
@@ -258,18 +258,18 @@ class ReplayingEngine(BigramEngine):
     """A bigram table whose logits and values depend on the recorded experts, as those of a mixture of experts."""
 
     def output(self, mb):
-        found = super().output(mb)
+        out = super().output(mb)
         if ROUTER_EXPERTS not in mb:
-            return found
+            return out
         scale = 1 + mb[ROUTER_EXPERTS].double().mean() / 10
-        return replace(found, logits_VV=scale * found.logits_VV, values_V=scale * found.values_V)
+        return replace(out, logits_VV=scale * out.logits_VV, values_V=scale * out.values_V)
 
 
 def interfaces() -> list[type[ModelInterface]]:
     """Return all interfaces of the package."""
-    found = {x for module in modules() for x in vars(module).values() if inspect.isclass(x)}
+    classes = {x for module in modules() for x in vars(module).values() if inspect.isclass(x)}
     ours = {
-        cls for cls in found if issubclass(cls, ModelInterface) and cls.__module__.startswith("realign.interfaces.")
+        cls for cls in classes if issubclass(cls, ModelInterface) and cls.__module__.startswith("realign.interfaces.")
     }
     return sorted(ours, key=lambda cls: cls.__name__)
 
@@ -326,13 +326,13 @@ def outcome(interface: ModelInterface, method: str, data: SequenceSample) -> Map
     engine = ReplayingEngine(vocabulary=97 if method == "generate" else 11)
     engine.use_heads(random_heads())
     try:
-        found = getattr(interface, method)(Model("actor", engine, tokenizer(), seed=3), data, MicroBatchSpec())
+        out = getattr(interface, method)(Model("actor", engine, tokenizer(), seed=3), data, MicroBatchSpec())
     finally:
         interface.close()
     if method == "train_step":
         weights = {f"weights {i}": x.tolist() for i, x in enumerate(engine.parameters)}
-        return weights | {k: v for k, v in stat_values(found).items() if not math.isnan(v)}
-    return {key: found[key].double().nan_to_num(-99.0).tolist() for key in found.data}
+        return weights | {k: v for k, v in stat_values(out).items() if not math.isnan(v)}
+    return {key: out[key].double().nan_to_num(-99.0).tolist() for key in out.data}
 
 
 @pytest.mark.parametrize(
@@ -349,14 +349,14 @@ def test_every_key_that_a_method_needs_changes_its_result(cls, kwargs, method):
 
 def test_a_critic_replays_the_experts_that_it_gets():
     data = full_batch(PPOCriticInterface(), "inference").select(["input_ids", "loss_mask", ROUTER_EXPERTS])
-    found = [outcome(PPOCriticInterface(), "inference", x) for x in (data, changed(data, ROUTER_EXPERTS))]
-    assert found[0].keys() == {"values", "bootstrap_values"}
-    assert all(found[0][key] != found[1][key] for key in found[0])
+    outcomes = [outcome(PPOCriticInterface(), "inference", x) for x in (data, changed(data, ROUTER_EXPERTS))]
+    assert outcomes[0].keys() == {"values", "bootstrap_values"}
+    assert all(outcomes[0][key] != outcomes[1][key] for key in outcomes[0])
 
 
 def test_every_interface_is_found():
-    found = {cls.__name__ for cls, *_ in declarations()}
-    assert found == {cls.__name__ for cls in interfaces()} >= {"PPOActorInterface", "AgentInterface"}
+    names = {cls.__name__ for cls, *_ in declarations()}
+    assert names == {cls.__name__ for cls in interfaces()} >= {"PPOActorInterface", "AgentInterface"}
 
 
 def test_a_constant_declaration_is_a_class_attribute_and_a_method_of_a_user_overrides_it():

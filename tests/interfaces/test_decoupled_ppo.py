@@ -216,9 +216,9 @@ def test_a_token_that_the_sampler_calls_impossible_has_a_weight_of_at_most_5_by_
     assert gradient(DecoupledPPOActorInterface(), data, data["prox_logprobs"]).tolist() == pytest.approx(
         [0, -5 / 3, -1 / 3, 0, -1 / 3]
     )
-    found = stat_values(DecoupledPPOActorInterface().correction.stats(data))
-    assert found["behavior_truncated_fraction"] == pytest.approx(1 / 3)
-    assert found["behavior_clamped_fraction"] == pytest.approx(1 / 3)
+    metrics = stat_values(DecoupledPPOActorInterface().correction.stats(data))
+    assert metrics["behavior_truncated_fraction"] == pytest.approx(1 / 3)
+    assert metrics["behavior_clamped_fraction"] == pytest.approx(1 / 3)
     unbounded = decoupled().correction
     assert float(unbounded.correct(data).weight_T.max()) == pytest.approx(math.exp(20))
     assert stat_values(unbounded.stats(data))["behavior_clamped_fraction"] == pytest.approx(1 / 3)

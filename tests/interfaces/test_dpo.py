@@ -141,11 +141,11 @@ def held_out_accuracy(train: SequenceSample) -> float:
 
 
 def test_trap_g9_shuffled_labels_teach_nothing():
-    data, found = toy(0), []
+    data, accuracies = toy(0), []
     for seed in range(3):
         first = torch.from_numpy(np.random.default_rng(seed).random(len(data)) < 0.5).float()
-        found.append(held_out_accuracy(data.with_sequences(labels=torch.stack([first, 1 - first], 1).reshape(-1))))
-    assert 0.3 < sum(found) / len(found) < 0.7
+        accuracies.append(held_out_accuracy(data.with_sequences(labels=torch.stack([first, 1 - first], 1).reshape(-1))))
+    assert 0.3 < sum(accuracies) / len(accuracies) < 0.7
 
 
 @pytest.mark.parametrize(
@@ -178,8 +178,8 @@ def test_a_preset_has_the_settings_of_its_paper_and_calls_a_reference_only_if_th
 
 def test_every_preset_for_pairs_is_compared():
     folder = experiments_dir() / "algorithm"
-    found = {path.stem for path in folder.glob("*.yaml") if "\n    kind: " in path.read_text()}
-    assert found == {*PRESETS} == {*PREFERENCE}
+    names = {path.stem for path in folder.glob("*.yaml") if "\n    kind: " in path.read_text()}
+    assert names == {*PRESETS} == {*PREFERENCE}
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -342,7 +342,7 @@ def test_an_environment_that_fails_costs_its_own_episode_the_reward(caplog):
 
 
 @pytest.mark.parametrize(
-    ("how", "found"),
+    ("how", "problem"),
     [
         ("four", r"step returned 4 values, expected 5: observation, reward"),
         ("nan", r"the reward is nan \(float\), expected a number that is finite in float32"),
@@ -357,8 +357,8 @@ def test_an_environment_that_fails_costs_its_own_episode_the_reward(caplog):
         ("one value", r"reset returned '' \(str\), expected 2 values"),
     ],
 )
-def test_an_answer_that_is_none_names_the_class_and_what_was_found(how, found):
-    with pytest.raises(EnvironmentFailure, match=rf"ValueError: environment {BAD}: {found}"):
+def test_an_answer_that_is_none_names_the_class_and_what_was_found(how, problem):
+    with pytest.raises(EnvironmentFailure, match=rf"ValueError: environment {BAD}: {problem}"):
         hold(settings(BAD), Scripted({"q/0/turn0": "x."}), batch({"q": {"how": how}}))
 
 
@@ -394,8 +394,8 @@ def test_a_turn_that_times_out_gets_its_reward_if_there_is_one_and_failures_are_
     assert total_rewards(out).tolist() == pytest.approx([-2, -2, 1, *[math.nan] * 3], nan_ok=True)
     assert out["failure"].tolist() == [1, 1, 0, 2, 4, 2]
     fractions = {"timeout": 1 / 3, "exception": 1 / 3, "blocked": 0, "infrastructure": 1 / 6}
-    found = stat_values(sequence_stats(out))
-    assert {kind: found[f"failures/{kind}"] for kind in EpisodeFailure} == pytest.approx(fractions)
+    metrics = stat_values(sequence_stats(out))
+    assert {kind: metrics[f"failures/{kind}"] for kind in EpisodeFailure} == pytest.approx(fractions)
     with pytest.raises(EnvironmentFailure, match="failed in 5 of 6 episodes"):
         hold(settings(BAD, timeout_s=0.2), engine, batch(rows))
 
@@ -467,14 +467,14 @@ def seeds(interface: EnvironmentInterface, order: list[str], **model) -> dict[tu
 
 def test_seeds_follow_from_call_prompt_and_episode_not_from_the_batch():
     two = settings(generation=GenerationConfig(n=2, max_new_tokens=8))
-    found = seeds(two, ["q", "r"], seed=5)
-    assert len(set(found.values())) == 4
+    drawn = seeds(two, ["q", "r"], seed=5)
+    assert len(set(drawn.values())) == 4
     assert {key: seed for key, seed in seeds(two, ["z", "r"], seed=5).items() if key[0] == "r"} == {
-        ("r", 0): found["r", 0],
-        ("r", 1): found["r", 1],
+        ("r", 0): drawn["r", 0],
+        ("r", 1): drawn["r", 1],
     }
-    assert set(seeds(two, ["q", "r"], seed=6).values()).isdisjoint(found.values())
-    assert set(seeds(two, ["q", "r"], seed=5, version=1).values()).isdisjoint(found.values())
+    assert set(seeds(two, ["q", "r"], seed=6).values()).isdisjoint(drawn.values())
+    assert set(seeds(two, ["q", "r"], seed=5, version=1).values()).isdisjoint(drawn.values())
     shared = seeds(replace(two, same_seed=True), ["q", "r"], seed=5)
     assert (len(set(shared.values())), shared["q", 0]) == (2, shared["q", 1])
 
@@ -511,14 +511,14 @@ def test_an_environment_replaces_sampling_and_reward_of_any_graph():
 
 
 @pytest.mark.parametrize(
-    ("changes", "found"),
+    ("changes", "message"),
     [
         ({"max_episode_tokens": 7}, "max_episode_tokens=7: must be at least generation.max_new_tokens=8"),
         ({"role": "user"}, "role=user: has no effect with chat=false"),
     ],
 )
-def test_settings_out_of_range_are_refused(changes, found):
-    with pytest.raises(ValueError, match=found):
+def test_settings_out_of_range_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
         settings(**changes)
 
 
@@ -573,8 +573,8 @@ def test_a_conversation_is_trained_over_the_tokens_that_its_turns_were_drawn_fro
     sampled_T = out["loss_mask"]
     counts_T = torch.cat([mask.counts_N for mask in masks_of(out)])
     assert counts_T.tolist() == [5 if x else 0 for x in sampled_T.tolist()]
-    scored = engine.forward(out, MicroBatchSpec(), lambda output, mb: mb.with_tokens(found=output.logprobs()))
-    torch.testing.assert_close(scored["found"][sampled_T], out["logprobs"][sampled_T], atol=1e-5, rtol=1e-4)
+    scored = engine.forward(out, MicroBatchSpec(), lambda output, mb: mb.with_tokens(rescored=output.logprobs()))
+    torch.testing.assert_close(scored["rescored"][sampled_T], out["logprobs"][sampled_T], atol=1e-5, rtol=1e-4)
 
 
 def test_a_conversation_with_a_mixture_of_experts_is_trained_with_its_choices():
@@ -592,9 +592,9 @@ def test_a_conversation_with_a_mixture_of_experts_is_trained_with_its_choices():
         for layer in engine.module.model.layers:  # ties, whose order rounding decides
             layer.mlp.gate.weight[:] = layer.mlp.gate.weight[:1]
     again = hold(interface, engine, batch({"q": {"script": script}}))
-    scored = engine.forward(again, MicroBatchSpec(), lambda output, mb: mb.with_tokens(found=output.logprobs()))
+    scored = engine.forward(again, MicroBatchSpec(), lambda output, mb: mb.with_tokens(rescored=output.logprobs()))
     sampled_T = again["loss_mask"]
-    torch.testing.assert_close(scored["found"][sampled_T], again["logprobs"][sampled_T], atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(scored["rescored"][sampled_T], again["logprobs"][sampled_T], atol=1e-5, rtol=1e-4)
 
 
 @dataclass

@@ -133,7 +133,7 @@ def test_two_episodes_of_one_and_three_sequences_are_a_group_of_two():
         (Normalization(Scope.group, Scope.none, leave_one_out=True), 1.0, -1.0),
         (Normalization(Scope.batch, Scope.batch, eps=0.0), 1.0, -1.0),
     ):
-        found = GRPOActorInterface(adv_norm=norm).with_advantages(MODEL, data)["advantages"]
-        assert found[mask_T].tolist() == [one, others, others, others]
+        advantages = GRPOActorInterface(adv_norm=norm).with_advantages(MODEL, data)["advantages"]
+        assert advantages[mask_T].tolist() == [one, others, others, others]
     assert stat_values(sequence_stats(data))["reward"] == 0.5
     assert group_values(data, 2, [1, 2], 1.0) == {"mean@2": 0.5, "pass@1": 0.5, "pass@2": 1.0}

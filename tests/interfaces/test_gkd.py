@@ -40,15 +40,15 @@ def by_definition(divergence: Divergence, logq, logp):
 def test_the_loss_is_the_mean_divergence_over_the_trained_tokens_and_its_gradient_follows(divergence):
     data, head = random_batch(3).select(READ), random_heads()["teacher"]
     table = BigramEngine().logits_VV.clone().requires_grad_()
-    found = []
+    divergences = []
     for ids, mask, hidden in zip(
         *(data.sequences(k) for k in ("input_ids", "loss_mask", "teacher_hidden")), strict=True
     ):
         for t in range(1, len(ids)):
             if mask[t]:
                 logp = (hidden[t] @ head.weight_VH.T / 0.7).log_softmax(-1)
-                found.append(by_definition(divergence, (table[ids[t - 1]] / 0.7).log_softmax(-1), logp))
-    loss = torch.stack(found).mean()
+                divergences.append(by_definition(divergence, (table[ids[t - 1]] / 0.7).log_softmax(-1), logp))
+    loss = torch.stack(divergences).mean()
     (gradient,) = torch.autograd.grad(loss, table)
     interface = GKDInterface(divergence=divergence, generation=GenerationConfig(temperature=0.7))
     trained = train_once(interface, data, ONE)
@@ -61,14 +61,14 @@ def test_the_loss_is_the_mean_divergence_over_the_trained_tokens_and_its_gradien
 
 def scored(teacher: Model, data: SequenceSample, spec: MicroBatchSpec = ONE) -> SequenceSample:
     """Return the batch with the keys of the teacher."""
-    found = ReferenceInterface(hidden_states=True).inference(teacher, data, spec)
-    return data.merge(found.rename({"logprobs": "teacher_logprobs", "hidden": "teacher_hidden"}))
+    scores = ReferenceInterface(hidden_states=True).inference(teacher, data, spec)
+    return data.merge(scores.rename({"logprobs": "teacher_logprobs", "hidden": "teacher_hidden"}))
 
 
 def whole_logits(model: Model, data: SequenceSample) -> torch.Tensor:
     """Return all logits [T, V] in float64."""
-    found = model.engine.forward(data, ONE, lambda output, mb: mb.with_tokens(logits=output.logits))
-    return found["logits"].double()
+    out = model.engine.forward(data, ONE, lambda output, mb: mb.with_tokens(logits=output.logits))
+    return out["logits"].double()
 
 
 @pytest.mark.parametrize("divergence", DIVERGENCES, ids=str)
@@ -90,12 +90,12 @@ def test_real_models_give_the_divergence_of_their_logits_however_the_batch_is_pa
         )
         losses.append(stat_values(stats)["loss"])
         gradients.append(stat_values(stats)["grad_norm"])
-    found = []
+    divergences = []
     for row in range(data.n_sequences):
         alone = data.take_sequences([row])
         logq, logp = (whole_logits(model, alone).log_softmax(-1).roll(1, 0) for model in (student, teacher))
-        found.append(by_definition(divergence, logq, logp)[alone["loss_mask"]])
-    assert losses == pytest.approx([float(torch.cat(found).mean())] * 3, rel=2e-5)
+        divergences.append(by_definition(divergence, logq, logp)[alone["loss_mask"]])
+    assert losses == pytest.approx([float(torch.cat(divergences).mean())] * 3, rel=2e-5)
     assert gradients == pytest.approx([gradients[0]] * 3, rel=1e-4)
 
 
@@ -126,7 +126,7 @@ def test_on_policy_and_given_sequences_are_mixed_by_the_fraction():
     given = {i: [ids.tolist()] for i, ids in zip(data.ids, data.sequences("data_input_ids"), strict=True)}
     all_sampled, none, half = (responses(generated(f)) for f in (1.0, 0.0, 0.5))
     assert none == given
-    assert all(len(found) == 2 for found in all_sampled.values())
+    assert all(len(sequences) == 2 for sequences in all_sampled.values())
     assert list(half) == list(data.ids)
     from_data = [i for i in data.ids if half[i] == given[i]]
     assert 10 <= len(from_data) <= 30
@@ -217,9 +217,9 @@ def test_adapters_may_learn_from_the_model_without_them(tmp_path):
     assert first["zero_gradient_steps"] == 1
     for _ in range(4):
         SFTInterface().train_step(actor, data, ONE)
-    found = [stat_values(interface.train_step(actor, data, ONE))["divergence"] for _ in range(8)]
-    assert found[0] > 0
-    assert found[-1] < 0.5 * found[0]
+    divergences = [stat_values(interface.train_step(actor, data, ONE))["divergence"] for _ in range(8)]
+    assert divergences[0] > 0
+    assert divergences[-1] < 0.5 * divergences[0]
 
 
 def test_mistakes_are_named_before_training(files, tmp_path):

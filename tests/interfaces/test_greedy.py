@@ -114,7 +114,7 @@ def remax(tmp_path, *, judge=None, lr=0.5, kl=None, **changes):
 
 def test_the_baseline_of_a_prompt_is_the_reward_of_its_greedy_answer_under_the_present_weights(tmp_path):
     runtime = LocalRuntime(remax(tmp_path, lr=50.0))
-    found = []
+    baselines = []
     for step in (1, 2):
         logits_VV = runtime.models["actor"].engine.logits_VV.clone()
         _, batch = runtime.step(step)
@@ -122,8 +122,8 @@ def test_the_baseline_of_a_prompt_is_the_reward_of_its_greedy_answer_under_the_p
         greedy = [most_likely(logits_VV, [1, prompt], 5, False) for prompt in prompts]
         assert [x.tolist() for x in batch.sequences("greedy_input_ids")] == greedy
         assert batch["baseline_rewards"].tolist() == [float(ids[2:].count(3)) for ids in greedy]
-        found.append(batch["baseline_rewards"].sum())
-    assert found[0] != found[1]  # the update changed the greedy answers
+        baselines.append(batch["baseline_rewards"].sum())
+    assert baselines[0] != baselines[1]  # the update changed the greedy answers
 
 
 def test_the_gradient_is_that_of_the_paper(tmp_path):

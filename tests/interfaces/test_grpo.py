@@ -92,8 +92,8 @@ def test_trap_e8_group_and_batch_scopes_differ_and_loo_and_bias_are_explicit():
 def test_trap_e9_a_missing_reward_leaves_the_loss_and_its_siblings_statistics():
     with_missing = batch([[1.0, math.nan, 0.0, 0.0]])
     without = batch([[1.0, 0.0, 0.0]])
-    found = advantages(with_missing)
-    assert [found[0], found[2], found[3]] == advantages(without)
+    credited = advantages(with_missing)
+    assert [credited[0], credited[2], credited[3]] == advantages(without)
     model = Model("actor", BigramEngine())
     interface = GRPOActorInterface()
     out = interface.estimate_advantages(model, with_missing)
@@ -111,15 +111,15 @@ def test_a_group_with_too_few_rewards_is_left_out():
 @pytest.mark.parametrize("seed", range(5))
 def test_trap_e12_agrees_with_a_plain_reference_on_random_groups(seed):
     data = random_batch(seed, n_prompts=8).select(["input_ids", "loss_mask", "rewards"])
-    rewards, found = data["rewards"].tolist(), advantages_per_sequence(data)
+    rewards, credited = data["rewards"].tolist(), advantages_per_sequence(data)
     start = 0
     for count in data.lengths["input_ids"].counts.tolist():
-        trained = [s for s in range(start, start + count) if found[s] is not None]
+        trained = [s for s in range(start, start + count) if credited[s] is not None]
         group = np.array([rewards[s] for s in trained])
         for s in trained:
             std = group.std()
             want = 0.0 if std == 0 else (rewards[s] - group.mean()) / (std + 1e-8)
-            assert found[s] == pytest.approx(want, abs=1e-6)
+            assert credited[s] == pytest.approx(want, abs=1e-6)
         start += count
 
 

@@ -84,8 +84,8 @@ def compared(formula: Callable[[np.ndarray, np.ndarray], np.ndarray]):
         out: list[np.ndarray] = [np.zeros(0)] * len(batch)
         for group in {r.group for r in batch}:
             members = [i for i, r in enumerate(batch) if r.group == group]
-            found = formula(np.array([scores[i] for i in members]), np.array([len(batch[i]) for i in members]))
-            for i, advantage in zip(members, found, strict=True):
+            advantages = formula(np.array([scores[i] for i in members]), np.array([len(batch[i]) for i in members]))
+            for i, advantage in zip(members, advantages, strict=True):
                 out[i] = np.full(len(batch[i]), advantage)
         return out
 
@@ -266,8 +266,8 @@ def test_loss_and_gradient_are_those_of_the_formula(name, seed):
 
 def test_no_two_of_them_are_the_same_update():
     data, engine = batch_and_engine(0)
-    found = {name: reference(formula, data, engine.logits_VV.numpy())[1] for name, formula in FORMULAS.items()}
-    for (name, a), (other, b) in itertools.combinations(found.items(), 2):
+    losses = {name: reference(formula, data, engine.logits_VV.numpy())[1] for name, formula in FORMULAS.items()}
+    for (name, a), (other, b) in itertools.combinations(losses.items(), 2):
         assert np.abs(a - b).max() > 1e-4, (name, other)
 
 

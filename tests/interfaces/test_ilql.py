@@ -90,9 +90,9 @@ def test_loss_and_gradients_equal_a_padded_implementation(engine, interface, spe
     padded.zero_grad()
     expected = by_trlx(interface, padded, data)
     expected.backward()
-    found = engine.accumulate(data, spec, interface.loss, interface.loss_weight(data).float())
+    accumulated = engine.accumulate(data, spec, interface.loss, interface.loss_weight(data).float())
     gradients = {name: p.grad for name, p in engine.network.named_parameters()}
-    stats = stat_values(found | engine.apply(interface.loss_weight(data).float(), vetoed=True))
+    stats = stat_values(accumulated | engine.apply(interface.loss_weight(data).float(), vetoed=True))
     assert stats["loss"] == pytest.approx(expected.item(), rel=1e-5)
     for name, p in padded.named_parameters():
         if "q_heads.target" in name:

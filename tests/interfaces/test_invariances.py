@@ -102,9 +102,9 @@ def test_every_component_is_invariant(actor, chosen):
 @pytest.mark.parametrize("base", [*BASES.values(), c.Divergence], ids=lambda base: base.__name__)
 def test_no_component_of_the_package_escapes(base):
     assert modules()  # imports all modules, so that all subclasses are known
-    found = subclasses(base)
-    assert found
-    for cls in found:
+    classes = subclasses(base)
+    assert classes
+    for cls in classes:
         assert {type(x) for x in COMPONENTS.get(cls, [])} == {cls}, f"list settings for {cls.__name__} in COMPONENTS"
         fields = {f.name for f in dataclasses.fields(cls) if f.init}
         changed = {name for x in COMPONENTS[cls] for name in fields if getattr(x, name) != _default(cls, name)}
@@ -114,10 +114,10 @@ def test_no_component_of_the_package_escapes(base):
 @pytest.mark.parametrize("place", ["kl", "reward", "truncation", "early_stop", "adv_norm", "value"])
 def test_no_setting_of_a_fixed_component_of_ppo_escapes(place):
     """Components without variants, whose settings PPO_SETTINGS lists."""
-    found = [kwargs[place] for kwargs in PPO_SETTINGS if place in kwargs]
-    (cls,) = {type(x) for x in found}
+    components = [kwargs[place] for kwargs in PPO_SETTINGS if place in kwargs]
+    (cls,) = {type(x) for x in components}
     names = {f.name for f in dataclasses.fields(cls) if f.init}
-    changed = {name for x in found for name in names if getattr(x, name) != _default(cls, name)}
+    changed = {name for x in components for name in names if getattr(x, name) != _default(cls, name)}
     assert changed == names, f"no setting of {cls.__name__} in PPO_SETTINGS changes {sorted(names - changed)}"
 
 

@@ -33,7 +33,7 @@ def pairs_of_prompts(data: SequenceSample) -> list[tuple[list[int], list[bool]]]
     cycle = sorted(prompts, key=lambda x: derive_seed(0, "mismatched", str(x.ids[0])))
     following = {a.ids: b for a, b in pairwise([*cycle, cycle[0]])}
     longest = max(len(ids) for ids in data.sequences())
-    found = []
+    pairs = []
     for prompt in prompts:
         other = following[prompt.ids]
         for j, ids in enumerate(prompt.sequences()):
@@ -42,8 +42,8 @@ def pairs_of_prompts(data: SequenceSample) -> list[tuple[list[int], list[bool]]]
             answer = ~other.sequences("prompt_mask")[k]
             tokens = [*given, *other.sequences()[k][answer].tolist()]
             mask = [False] * len(given) + other.sequences("loss_mask")[k][answer].tolist()
-            found.append((tokens[:longest], mask[:longest]))
-    return found
+            pairs.append((tokens[:longest], mask[:longest]))
+    return pairs
 
 
 def reference(interface: KTOInterface, table: torch.Tensor, data: SequenceSample) -> tuple[torch.Tensor, float]:
@@ -165,9 +165,9 @@ def test_every_prompt_gets_the_response_of_another_prompt_and_every_response_is_
     data = data.with_tokens(prompt_mask=first, loss_mask=torch.tensor([False, False, True] * 6))
     other = mismatch_responses(data)
     assert other.ids == data.ids
-    found = other.sequences("input_ids")
-    assert [int(x[0]) for x in found] == [1, 11, 21, 31, 41, 51]
-    answers = [x[1:].tolist() for x in found]
+    mismatched = other.sequences("input_ids")
+    assert [int(x[0]) for x in mismatched] == [1, 11, 21, 31, 41, 51]
+    answers = [x[1:].tolist() for x in mismatched]
     assert sorted(answers) == [[10 * i + 2, 10 * i + 3] for i in range(6)]
     assert all(answer[0] // 10 != i for i, answer in enumerate(answers))
     assert other["loss_mask"].tolist() == data["loss_mask"].tolist()

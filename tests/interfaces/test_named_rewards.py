@@ -71,8 +71,8 @@ DATA = ([[3], [3, 4], []], [[4, 5]])
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_the_reward_is_the_weighted_sum_and_each_function_keeps_its_own(file, workers):
-    found = columns(interface(file, {"length": 0.5, "has_c": 2.0, "price": -1.0}, workers), batch(*DATA))
-    assert found == {
+    rewards = columns(interface(file, {"length": 0.5, "has_c": 2.0, "price": -1.0}, workers), batch(*DATA))
+    assert rewards == {
         "rewards": pytest.approx([0.5 + 2 - 0.1, 1 + 2 - 0.1, -0.1, 1 - 1]),
         "rewards/has_c": [1.0, 1.0, 0.0, 0.0],
         "rewards/length": [1.0, 2.0, 0.0, 2.0],
@@ -82,20 +82,20 @@ def test_the_reward_is_the_weighted_sum_and_each_function_keeps_its_own(file, wo
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_functions_of_a_group_and_of_the_batch_are_summed_with_those_of_a_response(file, workers):
-    found = columns(
+    rewards = columns(
         interface(file, {"best_of_group": 1.0, "rank_in_batch": 10.0, "length": 100.0}, workers), batch(*DATA)
     )
-    assert found["rewards/best_of_group"] == [0.0, 1.0, 0.0, 1.0]
-    assert found["rewards/rank_in_batch"] == [1.0, 2.0, 0.0, 3.0]
-    assert found["rewards"] == [110.0, 221.0, 0.0, 231.0]
+    assert rewards["rewards/best_of_group"] == [0.0, 1.0, 0.0, 1.0]
+    assert rewards["rewards/rank_in_batch"] == [1.0, 2.0, 0.0, 3.0]
+    assert rewards["rewards"] == [110.0, 221.0, 0.0, 231.0]
 
 
 @pytest.mark.parametrize("name", ["fails_on_d", "none_on_d"])
 def test_a_response_without_a_reward_of_one_function_has_no_reward(file, name):
-    found = columns(interface(file, {"length": 1.0, name: 1.0}), batch(*DATA))
-    assert found[f"rewards/{name}"] == [1.0, None, 1.0, None]
-    assert found["rewards/length"] == [1.0, 2.0, 0.0, 2.0]
-    assert found["rewards"] == [2.0, None, 1.0, None]
+    rewards = columns(interface(file, {"length": 1.0, name: 1.0}), batch(*DATA))
+    assert rewards[f"rewards/{name}"] == [1.0, None, 1.0, None]
+    assert rewards["rewards/length"] == [1.0, 2.0, 0.0, 2.0]
+    assert rewards["rewards"] == [2.0, None, 1.0, None]
 
 
 @pytest.mark.parametrize("workers", [0, 1])

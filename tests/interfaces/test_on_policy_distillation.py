@@ -37,7 +37,7 @@ def test_the_advantage_is_the_log_ratio_of_teacher_to_policy():
 
 def test_gamma_adds_the_log_ratios_of_later_tokens():
     data = random_batch().select(READ)
-    found = data.with_tokens(found=advantages(data, advantage=TeacherKL(gamma=0.9))).sequences("found")
+    credited = data.with_tokens(credit=advantages(data, advantage=TeacherKL(gamma=0.9))).sequences("credit")
     for i, (mask, teacher, own) in enumerate(
         zip(*map(data.sequences, ("loss_mask", "teacher_logprobs", "logprobs")), strict=True)
     ):
@@ -45,7 +45,7 @@ def test_gamma_adds_the_log_ratios_of_later_tokens():
         for t in reversed(range(len(mask))):
             if mask[t]:
                 later = float(teacher[t] - own[t]) + 0.9 * later
-                assert float(found[i][t]) == pytest.approx(later)
+                assert float(credited[i][t]) == pytest.approx(later)
 
 
 def test_rewards_are_added_if_there_are_any_and_a_missing_one_excludes_its_response():
@@ -58,16 +58,16 @@ def test_rewards_are_added_if_there_are_any_and_a_missing_one_excludes_its_respo
             assert difference[mask].tolist() == pytest.approx([reward] * int(mask.sum()), abs=1e-6)
     last = data.sequences("loss_mask")[-1]
     assert last.any()
-    assert not data.with_tokens(found=with_rewards).sequences("found")[-1].any()
+    assert not data.with_tokens(credit=with_rewards).sequences("credit")[-1].any()
 
 
 def test_a_kl_penalty_to_a_reference_stays_in_the_advantage():
     data = random_batch().select([*READ, "ref_logprobs"])
-    found = advantages(data, kl=KLPenalty("reward", 0.3))
+    credited = advantages(data, kl=KLPenalty("reward", 0.3))
     want = advantages(data.select(READ)) - 0.3 * torch.where(
         data["loss_mask"], data["logprobs"] - data["ref_logprobs"], 0
     )
-    torch.testing.assert_close(found, want)
+    torch.testing.assert_close(credited, want)
 
 
 def test_a_student_approaches_a_larger_teacher_from_prompts_alone(tmp_path):

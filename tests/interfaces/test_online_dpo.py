@@ -53,23 +53,25 @@ def test_a_step_is_dpo_on_the_best_and_the_worst_response_of_each_prompt(setting
     starts = np.concatenate([[0], np.cumsum(data.lengths["input_ids"].counts)])
     tokens = [int(m.sum()) for m in data.sequences("loss_mask")]
     for start, end in pairwise(starts.tolist()):
-        found = [(float(data["rewards"][s]), -s) for s in range(start, end) if tokens[s]]
-        found = [pair for pair in found if math.isfinite(pair[0])]
-        if found and max(found)[0] > min(found)[0]:
-            best = -max(found)[1]
-            worst = -max(pair for pair in found if pair[0] == min(found)[0])[1]
+        chosen_pairs = [(float(data["rewards"][s]), -s) for s in range(start, end) if tokens[s]]
+        chosen_pairs = [pair for pair in chosen_pairs if math.isfinite(pair[0])]
+        if chosen_pairs and max(chosen_pairs)[0] > min(chosen_pairs)[0]:
+            best = -max(chosen_pairs)[1]
+            worst = -max(pair for pair in chosen_pairs if pair[0] == min(chosen_pairs)[0])[1]
             rows += sorted([best, worst])
             labels += [float(s == best) for s in sorted([best, worst])]
     assert len(rows) >= 6
     pairs = data.take_sequences(rows).with_sequences(labels=torch.tensor(labels))
     online, offline = BigramEngine(), BigramEngine()
-    found = OnlineDPOInterface(generation=FOUR, **settings).train_step(Model("actor", online), data, MicroBatchSpec())
+    chosen_pairs = OnlineDPOInterface(generation=FOUR, **settings).train_step(
+        Model("actor", online), data, MicroBatchSpec()
+    )
     wanted = DPOInterface(**settings).train_step(Model("actor", offline), pairs, MicroBatchSpec())
     torch.testing.assert_close(online.logits_VV, offline.logits_VV, rtol=0, atol=1e-12)
-    found, wanted = stat_values(found), stat_values(wanted)
-    assert found.pop("selected_prompts") == pytest.approx(len(rows) / 2 / len(data))
-    assert found.pop("selected_reward") == pytest.approx(1)
-    assert found == pytest.approx(wanted)
+    chosen_pairs, wanted = stat_values(chosen_pairs), stat_values(wanted)
+    assert chosen_pairs.pop("selected_prompts") == pytest.approx(len(rows) / 2 / len(data))
+    assert chosen_pairs.pop("selected_reward") == pytest.approx(1)
+    assert chosen_pairs == pytest.approx(wanted)
 
 
 def test_dense_rewards_are_summed_to_rank_responses():

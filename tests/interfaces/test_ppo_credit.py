@@ -246,11 +246,11 @@ def test_end_tokens_that_do_not_train_get_credit_but_no_loss():
     stops = GenerationConfig(stop_token_ids=[6])
     settings = {"generation": stops, "advantage": GAE(lam=0.9), "adv_norm": RAW, "objective": Reinforce()}
     plain, without = (PPOActorInterface(train_end_token=trained, **settings) for trained in (True, False))
-    found, expected = (p.credit(model(), data, MicroBatchSpec()) for p in (without, plain))
-    torch.testing.assert_close(found["advantages"], expected["advantages"])
-    torch.testing.assert_close(found["returns"], expected["returns"])
-    assert torch.equal(found["loss_mask"], expected["loss_mask"] & (data["input_ids"] != 6))
-    assert found["advantages"][data["input_ids"] == 6].all()
+    credit, expected = (p.credit(model(), data, MicroBatchSpec()) for p in (without, plain))
+    torch.testing.assert_close(credit["advantages"], expected["advantages"])
+    torch.testing.assert_close(credit["returns"], expected["returns"])
+    assert torch.equal(credit["loss_mask"], expected["loss_mask"] & (data["input_ids"] != 6))
+    assert credit["advantages"][data["input_ids"] == 6].all()
     kept = []
     for interface in (plain, without):
         actor = model()
@@ -296,12 +296,12 @@ def scopes_in_plain_python(raw: list[np.ndarray], groups: list[int], norm: Norma
     def pool(scope: Scope, s: int) -> np.ndarray:
         return np.concatenate([x for x, g in zip(raw, groups, strict=True) if scope is Scope.batch or g == groups[s]])
 
-    found = []
+    normalized = []
     for s, mine in enumerate(raw):
         centered = mine - (0.0 if norm.mean is Scope.none else pool(norm.mean, s).mean())
         std = 1.0 if norm.std is Scope.none else pool(norm.std, s).std() + norm.eps
-        found.append((centered / std).tolist())
-    return found
+        normalized.append((centered / std).tolist())
+    return normalized
 
 
 @pytest.mark.parametrize("std", Scope)
@@ -326,8 +326,8 @@ def test_advantages_of_tokens_are_normalized_within_their_groups_or_over_the_bat
     raw = credited(RAW)
     assert all(len(set(x.tolist())) == len(x) for x in raw)  # every token of a response has its own advantage
     want = scopes_in_plain_python(raw, groups, norm)
-    for found, expected in zip(credited(norm), want, strict=True):
-        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
+    for advantages_T, expected in zip(credited(norm), want, strict=True):
+        np.testing.assert_allclose(advantages_T, expected, rtol=0, atol=1e-5)
     if Scope.group in (mean, std):  # one group for all would be another result
         assert want != scopes_in_plain_python(raw, [0] * 5, norm)
 

@@ -105,11 +105,11 @@ def settings_of(flags) -> dict:
     }
 
 
-def assert_graph(found: DataflowGraph, expected: DataflowGraph) -> None:
+def assert_graph(actual: DataflowGraph, expected: DataflowGraph) -> None:
     """Assert equal calls and keys, the same order of execution, and that all keys are read."""
-    assert found == expected
-    assert found.order == expected.rpcs
-    assert found.unread() == []
+    assert actual == expected
+    assert actual.order == expected.rpcs
+    assert actual.unread() == []
 
 
 @pytest.mark.parametrize("flags", FLAGS, ids=str)
@@ -129,14 +129,14 @@ def test_the_graph_of_decoupled_ppo_also_reads_the_versions_of_tokens(flags):
 @pytest.mark.parametrize("flags", [flags for flags in FLAGS if not flags["greedy_baseline"]], ids=str)
 def test_an_agent_takes_the_place_of_sampling_and_reward(flags):
     actor, agent = PPOActorInterface(**settings_of(flags)), Agent(flags["dense"])
-    found, expected = rl_graph({"actor": actor, "agent": agent}), expected_graph(flags)
+    graph, expected = rl_graph({"actor": actor, "agent": agent}), expected_graph(flags)
     outputs = (*SAMPLED, *sorted(agent.keys("generate").writes - set(SAMPLED)))
     generate = RPC("agent_gen", "agent", "generate", ("prompt_ids", "row"), outputs)
     kept = [rpc for rpc in expected.rpcs if rpc.name not in ("actor_gen", "reward_inf")]
-    assert found.rpcs == (generate, *kept)
-    assert found.dataset_keys == expected.dataset_keys
-    assert found.results == ("versions", "truncated", "prompt_mask", "turns")
-    assert found.unread() == []
+    assert graph.rpcs == (generate, *kept)
+    assert graph.dataset_keys == expected.dataset_keys
+    assert graph.results == ("versions", "truncated", "prompt_mask", "turns")
+    assert graph.unread() == []
 
 
 @pytest.mark.parametrize("build", [ppo.dataflow, grpo.dataflow, decoupled_ppo.dataflow])

@@ -69,14 +69,14 @@ def without_reward(data: SequenceSample) -> SequenceSample:
 
 
 def assert_same_training(interface, data: SequenceSample, other: SequenceSample) -> None:
-    found, want = (train_once(interface, x, MicroBatchSpec()) for x in (data, other))
-    for x, y in zip(found.parameters, want.parameters, strict=True):
+    trained, want = (train_once(interface, x, MicroBatchSpec()) for x in (data, other))
+    for x, y in zip(trained.parameters, want.parameters, strict=True):
         assert torch.equal(x, y)
         assert x.isfinite().all()
     start = BigramEngine().parameters
-    assert any(not torch.equal(x, y) for x, y in zip(found.parameters, start, strict=True))
-    assert found.metrics == want.metrics
-    assert all(math.isfinite(x) for x in found.metrics.values())
+    assert any(not torch.equal(x, y) for x, y in zip(trained.parameters, start, strict=True))
+    assert trained.metrics == want.metrics
+    assert all(math.isfinite(x) for x in trained.metrics.values())
 
 
 @pytest.mark.parametrize(
@@ -104,14 +104,14 @@ def with_credit(data: SequenceSample, credit: SequenceSample) -> SequenceSample:
 @pytest.mark.parametrize("advantage", CRITIC_TARGETS, ids=str)
 def test_the_targets_of_a_separate_critic_are_finite_and_exclude_the_response(advantage, scale, value):
     actor, data = PPOActorInterface(generation=GROUPS, advantage=advantage, critic="own"), batch()
-    found, want = credited(actor, poisoned(data, value)), credited(actor, without_reward(data))
+    credit, want = credited(actor, poisoned(data, value)), credited(actor, without_reward(data))
     for key in ("advantages", "returns", "loss_mask"):
-        assert torch.equal(found[key], want[key])
-    assert found["returns"].isfinite().all()
-    assert not found.sequences("loss_mask")[victim(data)].any()
+        assert torch.equal(credit[key], want[key])
+    assert credit["returns"].isfinite().all()
+    assert not credit.sequences("loss_mask")[victim(data)].any()
     critic = PPOCriticInterface(normalization=ValueNormalization(scale))
-    assert_same_training(critic, *(with_credit(data, x).select(CRITIC_KEYS) for x in (found, want)))
-    assert_same_training(actor, with_credit(poisoned(data, value), found), with_credit(without_reward(data), want))
+    assert_same_training(critic, *(with_credit(data, x).select(CRITIC_KEYS) for x in (credit, want)))
+    assert_same_training(actor, with_credit(poisoned(data, value), credit), with_credit(without_reward(data), want))
 
 
 @NONFINITE
@@ -123,9 +123,9 @@ def test_a_finished_response_ignores_its_bootstrap_value(advantage, critic, valu
     interface, data = PPOActorInterface(advantage=advantage, critic=critic), batch()
     assert 0 < int(data["truncated"].sum()) < len(data["truncated"])
     spoilt = data.with_sequences(bootstrap_values=torch.where(data["truncated"], data["bootstrap_values"], value))
-    found, want = credited(interface, spoilt), credited(interface, data)
+    credit, want = credited(interface, spoilt), credited(interface, data)
     for key in ("advantages", "returns", "loss_mask"):
-        assert torch.equal(found[key], want[key])
-    assert found["returns"].isfinite().all()
+        assert torch.equal(credit[key], want[key])
+    assert credit["returns"].isfinite().all()
     if critic == "shared":
         assert_same_training(interface, spoilt, data)

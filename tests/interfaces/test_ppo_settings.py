@@ -86,8 +86,8 @@ def plain_gradients(s: Settings, data: SequenceSample, engine: BigramEngine) -> 
         if losses:
             per_sequence.append(torch.stack(losses))
     total = torch.stack([x.mean() for x in per_sequence]) if s.by_sequence else torch.cat(per_sequence)
-    found = torch.autograd.grad(total.mean(), tables, allow_unused=True)
-    return tuple(torch.zeros_like(x) if g is None else g for g, x in zip(found, tables, strict=True))
+    gradients = torch.autograd.grad(total.mean(), tables, allow_unused=True)
+    return tuple(torch.zeros_like(x) if g is None else g for g, x in zip(gradients, tables, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -110,7 +110,7 @@ def elementwise() -> list[tuple[typing.Callable, dict]]:
     """Return every loss of the modules whose tensors have one value per pair or per sequence, with its choices."""
     plain = {"beta": [0.3], "label_smoothing": [0.0, 0.2], "target_margin": [0.0, 0.5], "desirable_weight": [1.5]}
     plain |= {"undesirable_weight": [0.5], "margin_P": [None, "tensor"]}
-    found = []
+    functions = []
     for function in (function for module in (reward_model, dpo, kto) for function in formulas(module)):
         names = inspect.signature(function).parameters
         if not function.__name__.endswith("_loss") or {"cu_seqlens", "n_groups"} & set(names):
@@ -120,8 +120,8 @@ def elementwise() -> list[tuple[typing.Callable, dict]]:
             chosen = dict(zip(choices, values, strict=True))
             zero = chosen.get("kind") in (DPOLoss.ipo, DPOLoss.odds_ratio)
             if not (zero and (chosen["label_smoothing"] or chosen["target_margin"])):
-                found.append((function, chosen))
-    return found
+                functions.append((function, chosen))
+    return functions
 
 
 @pytest.mark.parametrize(("function", "chosen"), elementwise(), ids=lambda x: getattr(x, "__name__", ""))

@@ -35,12 +35,12 @@ def test_a_method_raises_the_accuracy_and_the_margin(name):
     model, data = Model("actor", engine, seed=0), batch()
     scored = KTOReferenceInterface().inference(model, data, MicroBatchSpec())
     data = data.merge(scored.rename({"logprobs": "ref_logprobs"}))
-    found = []
+    metrics = []
     for _ in range(16):
-        found.append(stat_values(interface.train_step(model, data, MicroBatchSpec())))
+        metrics.append(stat_values(interface.train_step(model, data, MicroBatchSpec())))
         model.publish_weights()
-    assert found[0]["rewards/accuracy"] <= 0.7
-    assert found[-1]["rewards/accuracy"] == 1
-    assert found[-1]["rewards/margin"] > found[0]["rewards/margin"] + 0.1
-    assert found[-1]["rewards/chosen"] > found[-1]["rewards/rejected"]
-    assert found[-1]["logprobs/chosen"] > found[-1]["logprobs/rejected"]
+    assert metrics[0]["rewards/accuracy"] <= 0.7
+    assert metrics[-1]["rewards/accuracy"] == 1
+    assert metrics[-1]["rewards/margin"] > metrics[0]["rewards/margin"] + 0.1
+    assert metrics[-1]["rewards/chosen"] > metrics[-1]["rewards/rejected"]
+    assert metrics[-1]["logprobs/chosen"] > metrics[-1]["logprobs/rejected"]

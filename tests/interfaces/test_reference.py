@@ -66,15 +66,15 @@ def test_responses_are_scored_after_the_teachers_prompt(prompt, sampling):
         text = tokenizer.decode(response, skip_special_tokens=True)
         their = tokenizer(hint_of(row, text) if ":" in prompt else row["hint"])["input_ids"]
         logprobs, hidden = by_hand(engine, torch.tensor([*their, *response.tolist()]), len(their))
-        found, states = (x.sequences(k)[s] for x, k in ((out, "logprobs"), (out, "hidden")))
-        assert (found[given] == 0).all()
-        assert (found[~given][~scored[~given]] == 0).all()
+        logprobs_T, states = (x.sequences(k)[s] for x, k in ((out, "logprobs"), (out, "hidden")))
+        assert (logprobs_T[given] == 0).all()
+        assert (logprobs_T[~given][~scored[~given]] == 0).all()
         where = scored[~given]
         torch.testing.assert_close(states[~given][where], hidden[where], atol=1e-5, rtol=1e-4)
         if not sampling:
-            torch.testing.assert_close(found[~given][where], logprobs[where], atol=1e-5, rtol=1e-4)
+            torch.testing.assert_close(logprobs_T[~given][where], logprobs[where], atol=1e-5, rtol=1e-4)
         else:  # normalized over fewer tokens
-            assert (found[~given][where] > logprobs[where]).all()
+            assert (logprobs_T[~given][where] > logprobs[where]).all()
 
 
 def test_chat_messages_are_rendered():
@@ -83,11 +83,11 @@ def test_chat_messages_are_rendered():
     data = rollout(engine)
     chat = [row | {"chat": [{"role": "user", "content": row["hint"]}]} for row in ROWS]
     plain = [row | {"text": row["hint"] + ";"} for row in ROWS]
-    found = [
+    scored = [
         ReferenceInterface(prompt=column).inference(Model("t", engine, tokenizer), data.with_metadata(row=rows), SPEC)
         for column, rows in (("chat", chat), ("text", plain))
     ]
-    assert torch.equal(found[0]["logprobs"], found[1]["logprobs"])
+    assert torch.equal(scored[0]["logprobs"], scored[1]["logprobs"])
 
 
 @pytest.mark.parametrize(

@@ -247,11 +247,11 @@ def test_the_score_before_the_end_token_by_hand(parts):
     last = RewardModelInterface().inference(model, packed_ends(), spec)["rewards"]
     assert last.tolist() == [7.0, 1.0, 7.0, 7.0, 7.0]
     interface = RewardModelInterface(score_at=ScoreAt.before_end)
-    found = interface.inference(model, packed_ends(), spec)
-    assert found.keys == {"rewards"}
+    scored = interface.inference(model, packed_ends(), spec)
+    assert scored.keys == {"rewards"}
     # an ended response, a truncated one, the last prompt token, the first of two end tokens, and the only token
-    assert found["rewards"].tolist() == [1.0, 1.0, 5.0, 7.0, 7.0]
-    assert interface.scores(model, packed_ends(), spec).tolist() == found["rewards"].tolist()
+    assert scored["rewards"].tolist() == [1.0, 1.0, 5.0, 7.0, 7.0]
+    assert interface.scores(model, packed_ends(), spec).tolist() == scored["rewards"].tolist()
 
 
 def test_training_compares_the_scores_before_the_end_tokens():
@@ -274,8 +274,8 @@ def test_the_score_before_the_end_token_of_a_transformer_is_that_of_the_shorter_
     bodies = [[5, 6, 7], [8, 9], [4]]
     whole = SequenceSample.from_sequences(["a"], {"input_ids": [[[*body, end] for body in bodies]]})
     short = SequenceSample.from_sequences(["a"], {"input_ids": [bodies]})
-    found = RewardModelInterface(score_at=ScoreAt.before_end).inference(model, whole, ONE)["rewards"]
-    torch.testing.assert_close(found, RewardModelInterface().inference(model, short, ONE)["rewards"])
+    rewards = RewardModelInterface(score_at=ScoreAt.before_end).inference(model, whole, ONE)["rewards"]
+    torch.testing.assert_close(rewards, RewardModelInterface().inference(model, short, ONE)["rewards"])
 
 
 def test_a_score_before_the_end_token_needs_an_end_token_and_one_score():
@@ -342,11 +342,11 @@ def held_out_accuracy(train: SequenceSample) -> float:
 
 
 def test_trap_g9_shuffled_labels_teach_nothing():
-    data, found = toy(0), []
+    data, accuracies = toy(0), []
     for seed in range(4):
         first = torch.from_numpy(np.random.default_rng(seed).random(len(data)) < 0.5).float()
-        found.append(held_out_accuracy(data.with_sequences(labels=torch.stack([first, 1 - first], 1).reshape(-1))))
-    assert 0.25 < sum(found) / len(found) < 0.75
+        accuracies.append(held_out_accuracy(data.with_sequences(labels=torch.stack([first, 1 - first], 1).reshape(-1))))
+    assert 0.25 < sum(accuracies) / len(accuracies) < 0.75
 
 
 @pytest.mark.parametrize(

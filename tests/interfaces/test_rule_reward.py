@@ -210,9 +210,9 @@ def others(tmp_path) -> str:
 def test_functions_of_other_tools_get_columns_and_token_ids_and_the_table_says_how_they_are_called(others):
     data = batch([[3, 0], [4]], [[5]])
     interface = RuleRewardInterface(functions={"a": f"{others}:accuracy", "b": f"{others}:areal"}, workers=0)
-    found = interface.inference(MODEL, data, MicroBatchSpec())
-    assert found["rewards/a"].tolist() == [1 + 300 + 10, 1 + 400 + 10, 1 + 500 + 100]
-    assert found["rewards/b"].tolist() == [1 + 20 + 100, 10 + 100, 10 + 200]
+    scored = interface.inference(MODEL, data, MicroBatchSpec())
+    assert scored["rewards/a"].tolist() == [1 + 300 + 10, 1 + 400 + 10, 1 + 500 + 100]
+    assert scored["rewards/b"].tolist() == [1 + 20 + 100, 10 + 100, 10 + 200]
     assert interface.describe(1)["reward calls"] == (
         "accuracy(completions, completion_ids, price: column, **columns: columns), as TRL calls it, once per prompt; "
         "areal(prompt, completions, prompt_ids, completion_ids, price: column), as AReaL calls it"

@@ -56,33 +56,33 @@ def change(folder, **settings):
 
 def test_an_adapter_folder_is_the_merged_model(sft):
     engine, folder = sft
-    found = load(folder)
-    torch.testing.assert_close(logprobs(found), logprobs(engine), atol=1e-5, rtol=1e-5)
-    assert not [name for name, _ in found.module.named_parameters() if "lora" in name]
+    loaded = load(folder)
+    torch.testing.assert_close(logprobs(loaded), logprobs(engine), atol=1e-5, rtol=1e-5)
+    assert not [name for name, _ in loaded.module.named_parameters() if "lora" in name]
     base = load(folder.parent / "base")
-    assert (logprobs(base) - logprobs(found)).abs().max() > 1e-2
+    assert (logprobs(base) - logprobs(loaded)).abs().max() > 1e-2
 
 
 def test_training_starts_from_the_merged_model_and_saves_a_whole_one(sft, tmp_path):
     engine, folder = sft
     for name, trains in (("all", {}), ("lora", {"trains": Lora(rank=2)})):
-        found = load(folder, optimizer=STEP, **trains)
-        torch.testing.assert_close(logprobs(found), logprobs(engine), atol=1e-5, rtol=1e-5)
-        train(found)
-        found.save(tmp_path / name)
-        torch.testing.assert_close(logprobs(load(tmp_path / name)), logprobs(found), atol=1e-5, rtol=1e-5)
+        loaded = load(folder, optimizer=STEP, **trains)
+        torch.testing.assert_close(logprobs(loaded), logprobs(engine), atol=1e-5, rtol=1e-5)
+        train(loaded)
+        loaded.save(tmp_path / name)
+        torch.testing.assert_close(logprobs(load(tmp_path / name)), logprobs(loaded), atol=1e-5, rtol=1e-5)
         AutoModelForCausalLM.from_pretrained(tmp_path / name)
 
 
 def test_an_adapter_continues_where_only_adapters_are_saved(sft, tmp_path):
     engine, folder = sft
-    found = load(folder, optimizer=STEP, trains=ALONE)
-    assert torch.equal(logprobs(found), logprobs(engine))
-    train(found)
-    found.save(tmp_path / "further")
+    loaded = load(folder, optimizer=STEP, trains=ALONE)
+    assert torch.equal(logprobs(loaded), logprobs(engine))
+    train(loaded)
+    loaded.save(tmp_path / "further")
     config = json.loads((tmp_path / "further" / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(tmp_path / "base")
-    torch.testing.assert_close(logprobs(load(tmp_path / "further")), logprobs(found), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(logprobs(load(tmp_path / "further")), logprobs(loaded), atol=1e-5, rtol=1e-5)
 
 
 def test_the_reference_of_a_continued_adapter_is_the_start_and_not_the_base_model(sft):

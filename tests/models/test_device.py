@@ -38,7 +38,7 @@ def hopper(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "device", "capability", "found"),
+    ("dtype", "device", "capability", "expected"),
     [
         (DType.auto, CPU, (9, 0), torch.float32),
         (DType.auto, CUDA, (9, 0), torch.bfloat16),
@@ -49,9 +49,9 @@ def hopper(monkeypatch):
         (DType.bfloat16, CUDA, (7, 5), torch.bfloat16),
     ],
 )
-def test_the_default_precision_follows_the_device(monkeypatch, dtype, device, capability, found):
+def test_the_default_precision_follows_the_device(monkeypatch, dtype, device, capability, expected):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert products_dtype(dtype, device) == found
+    assert products_dtype(dtype, device) == expected
 
 
 def test_rocm_computes_in_bf16(monkeypatch):
@@ -77,11 +77,11 @@ def test_a_loaded_model_reads_its_precision_from_the_device(tmp_path, monkeypatc
         assert torch.is_autocast_enabled("cpu")
 
 
-@pytest.mark.parametrize(("capability", "found"), [((9, 0), "bfloat16"), ((7, 0), "float32")])
-def test_the_launch_table_knows_precision_and_kernel(monkeypatch, hopper, capability, found):
+@pytest.mark.parametrize(("capability", "expected"), [((9, 0), "bfloat16"), ((7, 0), "float32")])
+def test_the_launch_table_knows_precision_and_kernel(monkeypatch, hopper, capability, expected):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     compute = TransformersModel("x").facts().compute
-    assert (compute.device, compute.precision) == ("cuda", found)
+    assert (compute.device, compute.precision) == ("cuda", expected)
 
 
 @pytest.mark.parametrize(

@@ -12,21 +12,21 @@ from tests.tiny import FAMILIES, OTHERS, tiny_config, tiny_model
 @pytest.mark.parametrize("family", [*FAMILIES, *OTHERS])
 def test_the_shape_of_every_family_counts_its_weights(family):
     shape = shape_of(tiny_config(family), Causal())
-    found = tiny_model(family)
-    weights = sum(p.numel() for p in found.parameters())
+    model = tiny_model(family)
+    weights = sum(p.numel() for p in model.parameters())
     assert (shape.parameters, shape.trained, shape.adapters) == (weights, weights, 0)
-    assert shape.words == len(found.get_output_embeddings().weight)
+    assert shape.words == len(model.get_output_embeddings().weight)
     assert 0 < shape.matrices <= shape.in_layers < weights
 
 
 @pytest.mark.parametrize("trains", [TopLayers(1), Lora(rank=3), Lora(rank=2, target_modules=["q_proj"])])
 def test_trained_weights_and_adapters_are_those_of_a_prepared_model(trains):
-    found = tiny_model("llama")
-    loaded = sum(p.numel() for p in found.parameters())
-    trains.prepare(found, path="", seed=0)
+    model = tiny_model("llama")
+    loaded = sum(p.numel() for p in model.parameters())
+    trains.prepare(model, path="", seed=0)
     shape = shape_of(tiny_config("llama"), Causal(), trains=trains)
-    assert shape.trained == sum(p.numel() for p in found.parameters() if p.requires_grad)
-    assert shape.adapters == sum(p.numel() for p in found.parameters()) - loaded
+    assert shape.trained == sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert shape.adapters == sum(p.numel() for p in model.parameters()) - loaded
 
 
 @pytest.mark.parametrize(

@@ -49,16 +49,16 @@ def train(engine, steps=2):
 @pytest.fixture
 def stubbed(monkeypatch):
     """Replace the loading call by one that does not quantize. Return its arguments."""
-    found = {}
+    settings_given = {}
     monkeypatch.setattr("realign.models.module_reader.find_spec", lambda name: name)
     load = AutoModelForCausalLM.from_pretrained
 
     def from_pretrained(path, **settings):
-        found.update(settings)
+        settings_given.update(settings)
         return load(path, **{k: x for k, x in settings.items() if k not in ("quantization_config", "device_map")})
 
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", from_pretrained)
-    return found
+    return settings_given
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -71,8 +71,8 @@ def test_linear_layers_are_loaded_as_nf4_on_the_device(tmp_path, stubbed, dtype)
         "bnb_4bit_compute_dtype": dtype,
         "llm_int8_skip_modules": ["lm_head", "embed_out", "score", "classifier"],
     }
-    found = stubbed["quantization_config"].to_dict()
-    assert {name: found[name] for name in settings} == settings
+    config = stubbed["quantization_config"].to_dict()
+    assert {name: config[name] for name in settings} == settings
     assert stubbed["device_map"] == {"": torch.device("cpu")}
     assert stubbed["dtype"] == torch.float32
     assert engine.fusion is None

@@ -50,18 +50,18 @@ def put(node: Any, path: tuple[str | int, ...], value: Any) -> Any:
 def paths(node: Any, path: tuple[str | int, ...] = ()) -> list[tuple[str | int, ...]]:
     """Return the paths of a JSON value and of the values inside it; of a list only the first item's."""
     items = node.items() if isinstance(node, dict) else enumerate(node[:1]) if isinstance(node, list) else ()
-    return [path, *(found for key, value in items for found in paths(value, (*path, key)))]
+    return [path, *(below for key, value in items for below in paths(value, (*path, key)))]
 
 
 def hostile_files(run: Path, value: Any) -> dict[str, str]:
     """Return the record files of a run with one value at every place of their last record, by name."""
-    found = {}
+    files = {}
     for file in sorted(run.glob("*.json*")):
         line = file.read_text() if file.suffix == ".json" else (file.read_text().splitlines() or ["{}"])[-1]
         record = json.loads(line)
         changed = [put(record, path, value) for path in paths(record) if path or file.suffix == ".jsonl"]
-        found[file.name] = "".join(json.dumps(one) + "\n" for one in [record, *changed])
-    return found
+        files[file.name] = "".join(json.dumps(one) + "\n" for one in [record, *changed])
+    return files
 
 
 RECORDS = RecordSpec(every_steps=2, token_prompts=2, token_responses=3, system_seconds=0.05)

@@ -59,9 +59,9 @@ def test_a_damaged_run_json_is_stated(content, tmp_path):
 def test_many_metrics_take_linear_time_and_are_limited():
     records = [{"step": i, **{f"metric {i}/{j}": 1.0 for j in range(300)}} for i in range(300)]
     start = time.process_time()
-    found = columns(records)
+    shown = columns(records)
     assert time.process_time() - start < 5  # 90,000 names of 300 records took more than 25 s
-    assert (len(found["values"]), found["left_out"]) == (MOST_NAMES, 300 * 300 - MOST_NAMES)
+    assert (len(shown["values"]), shown["left_out"]) == (MOST_NAMES, 300 * 300 - MOST_NAMES)
     assert columns(records[:1])["left_out"] == 0
 
 

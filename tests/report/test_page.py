@@ -20,9 +20,9 @@ STATIC = files("realign.report") / "static"
 
 
 def embedded(page: str) -> list[dict]:
-    found = re.search(r'id="data"[^>]*>([A-Za-z0-9+/=]*)</script>', page)
-    assert found is not None
-    return json.loads(gzip.decompress(base64.b64decode(found[1])))
+    match = re.search(r'id="data"[^>]*>([A-Za-z0-9+/=]*)</script>', page)
+    assert match is not None
+    return json.loads(gzip.decompress(base64.b64decode(match[1])))
 
 
 def test_a_report_is_one_small_file_without_addresses(run_folder, tmp_path):
@@ -46,8 +46,8 @@ def test_hostile_text_is_only_in_the_compressed_data(tmp_path):
         assert text not in page.replace("&#39;", "'") or "<" not in text  # the title contains the name
         assert f"<title>{7 * 7}" not in page
         assert page.count("<script") == len(SCRIPTS) + 1
-        found = embedded(page)[0]["samples"][0]["response"]
-        assert found == text.encode(errors="replace").decode()
+        response = embedded(page)[0]["samples"][0]["response"]
+        assert response == text.encode(errors="replace").decode()
 
 
 def test_the_policy_allows_only_the_scripts_of_the_page(run_folder):
@@ -74,8 +74,8 @@ def test_no_script_parses_text_as_html_or_code():
 
 
 def test_every_static_file_is_in_the_page_and_the_vendored_ones_have_the_stated_hashes():
-    found = {path.name for path in STATIC.iterdir() if path.name != "vendor"}
-    assert found == {name for name in (*SCRIPTS, *STYLES) if "/" not in name}
+    names = {path.name for path in STATIC.iterdir() if path.name != "vendor"}
+    assert names == {name for name in (*SCRIPTS, *STYLES) if "/" not in name}
     stated = (STATIC / "vendor/README.md").read_text(encoding="utf-8")
     for name in ("uPlot.iife.min.js", "uPlot.min.css"):
         assert f"| `{name}` | `{hashlib.sha256((STATIC / 'vendor' / name).read_bytes()).hexdigest()}` |" in stated

@@ -245,8 +245,8 @@ def test_the_deadline_of_a_call_leaves_time_for_all_retries():
 def test_each_response_is_scored_by_the_server(workers):
     with server(length) as judge_server:
         judge = Judge("small", base_url=judge_server.url, prompt=TEMPLATE, options={"temperature": 0.5, "seed": 1})
-        found = ask(judge, ["a", "", "abc"], workers)
-    assert found.values == pytest.approx([0.1, 0.0, 0.3])
+        scores = ask(judge, ["a", "", "abc"], workers)
+    assert scores.values == pytest.approx([0.1, 0.0, 0.3])
     assert {request["messages"][0]["content"] for request in judge_server.requests} == {
         "2+2= <a>",
         "2+2= <>",
@@ -267,8 +267,8 @@ def test_concurrency_bounds_the_requests_at_a_time(workers):
 
     with server(slow) as judge_server:
         judge = Judge("m", base_url=judge_server.url, prompt=TEMPLATE, concurrency=4)
-        found = ask(judge, [str(i) for i in range(24)], workers)
-    assert found.values == [0.5] * 24
+        scores = ask(judge, [str(i) for i in range(24)], workers)
+    assert scores.values == [0.5] * 24
     assert 2 <= judge_server.most <= 4
 
 
@@ -316,9 +316,9 @@ def test_a_request_that_takes_too_long_ends():
         return "5"
 
     with server(waits) as judge_server:
-        found = ask(Judge("m", base_url=judge_server.url, timeout_s=0.3, retries=0), ["a"])
+        scores = ask(Judge("m", base_url=judge_server.url, timeout_s=0.3, retries=0), ["a"])
         stop.set()
-    assert found.failures[0].kind in (FailureKind.unreachable, FailureKind.timeout)
+    assert scores.failures[0].kind in (FailureKind.unreachable, FailureKind.timeout)
 
 
 @client
@@ -332,9 +332,9 @@ def test_a_dead_server_is_an_error_before_anything_is_asked():
 @client
 def test_an_answer_without_a_score_is_a_failure_that_shows_it():
     with server(lambda request, number: "I like it") as judge_server:
-        found = ask(Judge("m", base_url=judge_server.url), ["a"], workers=1)
-    assert found.values == [None]
-    assert "the judge's answer contains no score: 'I like it'" in found.failures[0].message
+        scores = ask(Judge("m", base_url=judge_server.url), ["a"], workers=1)
+    assert scores.values == [None]
+    assert "the judge's answer contains no score: 'I like it'" in scores.failures[0].message
 
 
 @client
@@ -416,9 +416,9 @@ def test_a_judge_is_one_more_line_of_config():
 
         made = build(node, RuleRewardInterface, "interfaces.reward")
         data = batch([[3]]).with_metadata(row=[{"answer": "c"}])
-        found = columns(made, data)
-    assert found["rewards/judge"] == pytest.approx([0.8])
-    assert found["rewards"] == pytest.approx([1.4])
+        rewards_of = columns(made, data)
+    assert rewards_of["rewards/judge"] == pytest.approx([0.8])
+    assert rewards_of["rewards"] == pytest.approx([1.4])
 
 
 def _completion(text):
@@ -460,15 +460,15 @@ def test_no_answer_of_a_bad_server_gives_a_reward_or_a_traceback_of_the_client(m
         return await asyncio.gather(*(asked(function, name) for name in answers))
 
     with bad_server(answer) as url:
-        found = dict(zip(answers, asyncio.run(all_asked()), strict=True))
-    assert {name: value for name, value in found.items() if isinstance(value, float)} == {"late": 0.7, "1e1": 1.0}
-    assert {name for name, error in found.items() if isinstance(error, Unreachable)} == silent
-    assert {name for name, error in found.items() if isinstance(error, TimeoutError)} == late
-    messages = {name: str(error) for name, error in found.items()}
+        outcomes = dict(zip(answers, asyncio.run(all_asked()), strict=True))
+    assert {name: value for name, value in outcomes.items() if isinstance(value, float)} == {"late": 0.7, "1e1": 1.0}
+    assert {name for name, error in outcomes.items() if isinstance(error, Unreachable)} == silent
+    assert {name for name, error in outcomes.items() if isinstance(error, TimeoutError)} == late
+    messages = {name: str(error) for name, error in outcomes.items()}
     for name in {*BAD, "no choice", "no message", "no text"} - late:
         assert messages[name].startswith("judge m at http://127")
         assert len(messages[name].splitlines()) == 1
-    assert all(isinstance(found[name], ValueError) for name in ("1e2", "NaN"))
+    assert all(isinstance(outcomes[name], ValueError) for name in ("1e2", "NaN"))
     assert "the answer has more than 2,097,152 bytes" in messages["an endless body"]
     assert "the answer is compressed" in messages["a compression bomb"]
     assert "answered '<html>busy</html>'; expected a chat completion with text" in messages["html"]

@@ -33,10 +33,10 @@ NAMED = "import ctypes, os\nctypes.CDLL(None).prctl(15, b'{name}', 0, 0, 0)\n"
 
 @pytest.fixture
 def sandbox():
-    found = find_sandbox()
-    if isinstance(found, str):
-        pytest.skip(f"no sandbox on this machine: {found}")
-    return found
+    chosen = find_sandbox()
+    if isinstance(chosen, str):
+        pytest.skip(f"no sandbox on this machine: {chosen}")
+    return chosen
 
 
 @pytest.fixture
@@ -108,14 +108,14 @@ def test_an_ordinary_program_runs_in_the_sandbox(sandbox):
 
 def named(name):
     """Return the pids of the processes with a name."""
-    found = []
+    numbers = []
     for file in Path("/proc").glob("[0-9]*/comm"):
         try:
             if file.read_text().strip() == name:
-                found.append(int(file.parent.name))
+                numbers.append(int(file.parent.name))
         except OSError:
             continue
-    return found
+    return numbers
 
 
 def gone(name):
@@ -272,10 +272,10 @@ def test_without_a_sandbox_one_warning_names_what_is_not_prevented(no_bubblewrap
 
 def test_with_a_sandbox_the_log_says_so_once(monkeypatch, caplog):
     module._log_once.cache_clear()
-    found = Bubblewrap("bwrap", False, ())
-    monkeypatch.setattr(module, "find_sandbox", lambda: found)
+    chosen = Bubblewrap("bwrap", False, ())
+    monkeypatch.setattr(module, "find_sandbox", lambda: chosen)
     with caplog.at_level(logging.INFO):
-        assert [choose_sandbox(SandboxMode.required) for _ in range(2)] == [found] * 2
+        assert [choose_sandbox(SandboxMode.required) for _ in range(2)] == [chosen] * 2
     module._log_once.cache_clear()
     assert [record.message for record in caplog.records] == ["programs of unit tests run in a bubblewrap sandbox"]
 
@@ -321,6 +321,6 @@ def test_a_machine_whose_bubblewrap_does_not_start_reports_the_message_of_bubble
 def test_only_root_creates_the_sandbox_as_root(uid, first, monkeypatch):
     monkeypatch.setattr(module.os, "geteuid", lambda: uid)
     monkeypatch.setattr(module, "runs_to_its_end", lambda program, limits, sandbox: True)
-    found = searched(monkeypatch)
-    assert isinstance(found, Bubblewrap)
-    assert found.as_root is first
+    chosen = searched(monkeypatch)
+    assert isinstance(chosen, Bubblewrap)
+    assert chosen.as_root is first

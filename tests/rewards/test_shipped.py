@@ -22,7 +22,7 @@ RESPONSES = {  # a right and a wrong response of each
 
 def reading(column):
     """Return the shipped functions that fail on a row without this column, by name."""
-    found = {}
+    readers = {}
     for module in pkgutil.iter_modules(realign.rewards.__path__):
         for name, function in vars(importlib.import_module(f"realign.rewards.{module.name}")).items():
             own = getattr(function, "__module__", "") == f"realign.rewards.{module.name}"
@@ -30,8 +30,8 @@ def reading(column):
                 continue
             if list(inspect.signature(function).parameters) == ["prompt", "response", "row"]:
                 source = inspect.getsource(function if inspect.isroutine(function) else type(function))
-                found |= {name: function} if f'row["{column}"]' in source else {}
-    return found
+                readers |= {name: function} if f'row["{column}"]' in source else {}
+    return readers
 
 
 @pytest.fixture(autouse=True)

@@ -60,33 +60,33 @@ def test_a_program_with_much_output_is_judged_by_its_tests(passes):
 
 def test_in_the_workers_a_row_without_tests_fails_alone():
     with RewardPool(UNSAFE, workers=1, timeout_s=30, memory_mb=2048, max_failed_fraction=0.5) as pool:
-        found = pool.score(["", ""], [RIGHT, RIGHT], [TESTS, {}])
-    assert found.values == [1.0, None]
-    assert "KeyError: 'tests'" in found.failures[0].message
+        scores = pool.score(["", ""], [RIGHT, RIGHT], [TESTS, {}])
+    assert scores.values == [1.0, None]
+    assert "KeyError: 'tests'" in scores.failures[0].message
 
 
 @pytest.fixture
-def found(monkeypatch):
+def use_sandbox(monkeypatch):
     """Choose what the search for a sandbox finds."""
     sandboxes._log_once.cache_clear()
     yield lambda result: monkeypatch.setattr(sandboxes, "find_sandbox", lambda: result)
     sandboxes._log_once.cache_clear()
 
 
-def test_a_prepared_function_has_the_sandbox_of_the_run_and_never_falls_back(found):
+def test_a_prepared_function_has_the_sandbox_of_the_run_and_never_falls_back(use_sandbox):
     sandbox = Bubblewrap("/no/such/bwrap", as_root=False, trees=())
-    found(sandbox)
+    use_sandbox(sandbox)
     prepared = default.prepare()
     assert prepared == replace(default, sandbox=sandbox, mode=SandboxMode.required)
     with pytest.raises(FileNotFoundError):
         prepared("", RIGHT, TESTS)
 
 
-def test_without_a_sandbox_a_prepared_function_runs_programs_with_the_present_limits(found):
-    found("bwrap is not installed")
+def test_without_a_sandbox_a_prepared_function_runs_programs_with_the_present_limits(use_sandbox):
+    use_sandbox("bwrap is not installed")
     prepared = UNSAFE.prepare()
     assert prepared.sandbox is None
-    found(Bubblewrap("/no/such/bwrap", as_root=False, trees=()))
+    use_sandbox(Bubblewrap("/no/such/bwrap", as_root=False, trees=()))
     assert prepared("", RIGHT, TESTS) == 1.0
 
 
@@ -94,14 +94,14 @@ def test_without_a_sandbox_a_prepared_function_runs_programs_with_the_present_li
     "settings", [{"function": "realign.rewards.unit_tests:passes"}, {"functions": {"tests": UnitTests()}}]
 )
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_run_without_a_sandbox_ends_when_its_interfaces_open(settings, workers, found):
-    found("bwrap is not installed")
+def test_a_run_without_a_sandbox_ends_when_its_interfaces_open(settings, workers, use_sandbox):
+    use_sandbox("bwrap is not installed")
     with pytest.raises(ConfigError, match=r"sandbox=required: .* bwrap is not installed"):
         RuleRewardInterface(**settings, workers=workers).open()
 
 
-def test_a_run_says_once_at_launch_that_its_sandbox_is_off(found, caplog):
-    found(Bubblewrap("bwrap", as_root=False, trees=()))
+def test_a_run_says_once_at_launch_that_its_sandbox_is_off(use_sandbox, caplog):
+    use_sandbox(Bubblewrap("bwrap", as_root=False, trees=()))
     with caplog.at_level(logging.INFO):
         for _ in range(2):
             interface = RuleRewardInterface(functions={"tests": UnitTests(sandbox="off")}, workers=1)
@@ -112,8 +112,8 @@ def test_a_run_says_once_at_launch_that_its_sandbox_is_off(found, caplog):
 
 
 @pytest.mark.parametrize(("mode", "said"), [("off", "without a sandbox"), ("required", "in a bubblewrap sandbox")])
-def test_the_launch_table_says_whether_programs_run_in_a_sandbox(mode, said, found):
-    found(Bubblewrap("bwrap", as_root=False, trees=()))
+def test_the_launch_table_says_whether_programs_run_in_a_sandbox(mode, said, use_sandbox):
+    use_sandbox(Bubblewrap("bwrap", as_root=False, trees=()))
     interface = RuleRewardInterface(functions={"tests": UnitTests(sandbox=mode)}, workers=1)
     interface.open()
     interface.close()
@@ -147,8 +147,8 @@ def test_programs_of_reward_workers_run_in_the_sandbox(workers, tmp_path):
         assert pool.score(["", ""], [RIGHT, RIGHT + reads], [TESTS] * 2).values == [1.0, 1.0]
 
 
-def test_a_sandbox_that_stops_working_costs_rewards_and_gives_none(found):
-    found(Bubblewrap("/bin/false", as_root=False, trees=()))
+def test_a_sandbox_that_stops_working_costs_rewards_and_gives_none(use_sandbox):
+    use_sandbox(Bubblewrap("/bin/false", as_root=False, trees=()))
     with RewardPool(default, workers=1, timeout_s=60.0, memory_mb=None, max_failed_fraction=1.0) as pool:
         results = pool.score([""], [RIGHT], [TESTS])
     assert results.values == [None]

@@ -41,8 +41,8 @@ def test_an_answer_that_is_no_mathematics_judges_nobody():
 
 def test_in_the_workers():
     with RewardPool(NAME, workers=1, timeout_s=60, memory_mb=2048, max_failed_fraction=0.0) as pool:
-        found = pool.score([""] * len(CASES), [c[1] for c in CASES], [{"answer": c[0]} for c in CASES])
-    assert found.values == [c[2] for c in CASES]
+        scores = pool.score([""] * len(CASES), [c[1] for c in CASES], [{"answer": c[0]} for c in CASES])
+    assert scores.values == [c[2] for c in CASES]
 
 
 def test_without_math_verify_the_extra_is_named(monkeypatch):

@@ -38,7 +38,7 @@ def prepare(folder: Path) -> None:
 
 def divergences(folder: Path, minibatches: int) -> dict[str, list[float]]:
     """Return the divergence from each kind of teacher or reference in two steps of a run."""
-    found = {}
+    results = {}
     for kind, words in TEACHERS.items():
         words = (
             *words,
@@ -55,5 +55,5 @@ def divergences(folder: Path, minibatches: int) -> dict[str, list[float]]:
             steps = [runtime.step(step)[0] for step in (1, 2)]
         finally:
             runtime.close()
-        found[kind] = [step.get("divergence", step.get("ref_kl", 0.0)) for step in steps]
-    return found
+        results[kind] = [step.get("divergence", step.get("ref_kl", 0.0)) for step in steps]
+    return results

@@ -411,10 +411,10 @@ def test_a_step_whose_evaluation_fails_is_on_record(tmp_path):
     evaluation = Evaluation(Prompts(4), judge, GENERATION, every_steps=2, batch_prompts=3)
     with pytest.raises(RuntimeError, match="no verdict"):
         run(experiment(tmp_path, evaluation=evaluation))
-    found = records(tmp_path / "run")
-    assert [r["step"] for r in found] == [0, 1, 2]
-    assert "loss" in found[2]
-    assert "eval/reward" not in found[2]
+    written = records(tmp_path / "run")
+    assert [r["step"] for r in written] == [0, 1, 2]
+    assert "loss" in written[2]
+    assert "eval/reward" not in written[2]
     assert judge.closed == [True]
 
 

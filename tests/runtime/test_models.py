@@ -229,6 +229,6 @@ def test_hidden_states_and_head_of_a_teacher_have_the_same_weights_on_any_number
     # a teacher that shares the student's model is the student before the step, as is one that copies it after each step
     assert wanted["shared"] == wanted["copied"]
     assert len({tuple(values) for values in wanted.values()}) == len(wanted) - 1
-    for found in run_ranks(2, teachers.divergences, tmp_path, minibatches):
+    for rank in run_ranks(2, teachers.divergences, tmp_path, minibatches):
         for kind, values in wanted.items():
-            assert found[kind] == pytest.approx(values, rel=1e-4), kind
+            assert rank[kind] == pytest.approx(values, rel=1e-4), kind

@@ -13,7 +13,7 @@ CUBLAS = "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(hand
 
 
 @pytest.mark.parametrize(
-    ("error", "found"),
+    ("error", "message"),
     [
         (torch.OutOfMemoryError("CUDA out of memory.\nFurther lines."), "CUDA out of memory"),
         (RuntimeError(CPU), CPU[:-1]),
@@ -22,10 +22,10 @@ CUBLAS = "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(hand
         (RuntimeError("NCCL error\nCuda failure 2 'out of memory'"), "NCCL error"),
     ],
 )
-def test_an_out_of_memory_error_names_the_operation_and_the_setting(error, found):
+def test_an_out_of_memory_error_names_the_operation_and_the_setting(error, message):
     with pytest.raises(RunError) as raised, memory_limited("RPC 'train'", "Lower x."):
         raise error
-    assert str(raised.value) == f"RPC 'train': out of memory ({found}). Lower x."
+    assert str(raised.value) == f"RPC 'train': out of memory ({message}). Lower x."
     assert raised.value.__cause__ is error
 
 

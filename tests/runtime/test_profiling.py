@@ -50,8 +50,8 @@ def test_an_operator_belongs_to_the_call_of_its_thread_or_to_the_only_active_cal
 def test_calls_are_summarized_per_step_with_the_time_outside_of_calls():
     rows = [{"step_s": 4.0, "time/a_s": 1.0, "time/b_s": 2.0}, {"step_s": 6.0, "time/a_s": 2.0, "time/b_s": 2.0}]
     spans = [op("RPC a", 1, 0, 3), op("mm", 1, 0, 1, 0.5), op("add", 1, 1, 2, 1.5), op("nop", 1, 2, 2, 0.0)]
-    found = summarize(["a", "b"], rows, {"a": 30.0, "b": 0.0}, spans, operators=1)
-    assert [(c.name, c.seconds, c.fraction, c.tokens_per_s, dict(c.operators)) for c in found] == [
+    calls = summarize(["a", "b"], rows, {"a": 30.0, "b": 0.0}, spans, operators=1)
+    assert [(c.name, c.seconds, c.fraction, c.tokens_per_s, dict(c.operators)) for c in calls] == [
         ("a", 1.5, pytest.approx(0.3), 10.0, {"add": 0.75}),
         ("b", 2.0, pytest.approx(0.4), None, {}),
         (OUTSIDE, 1.5, pytest.approx(0.3), None, {}),
@@ -72,18 +72,18 @@ def runtime(tmp_path):
 
 
 def test_profiled_steps_write_a_trace_and_a_summary_of_all_calls(runtime, tmp_path):
-    found = profile_steps(runtime, ProfileOptions(start=2, steps=2), 0, tmp_path / "out")
-    assert (found.first, found.steps, found.device) == (2, 2, "cpu")
-    assert [call.name for call in found.calls] == ["actor_gen", "reward_inf", "actor_train", OUTSIDE]
-    assert sum(call.fraction for call in found.calls) == pytest.approx(1)
-    assert found.calls[0].tokens_per_s is not None
-    assert found.calls[1].tokens_per_s is None  # the reward has no model
-    assert found.calls[2].operators
+    profile = profile_steps(runtime, ProfileOptions(start=2, steps=2), 0, tmp_path / "out")
+    assert (profile.first, profile.steps, profile.device) == (2, 2, "cpu")
+    assert [call.name for call in profile.calls] == ["actor_gen", "reward_inf", "actor_train", OUTSIDE]
+    assert sum(call.fraction for call in profile.calls) == pytest.approx(1)
+    assert profile.calls[0].tokens_per_s is not None
+    assert profile.calls[1].tokens_per_s is None  # the reward has no model
+    assert profile.calls[2].operators
     trace = json.loads(gzip.decompress((tmp_path / "out" / TRACE).read_bytes()))
     names = [event.get("name") for event in trace["traceEvents"]]
     assert names.count("RPC actor_train") == 2
     summary = json.loads((tmp_path / "out" / SUMMARY).read_text())
-    assert [call["name"] for call in summary["calls"]] == [call.name for call in found.calls]
+    assert [call["name"] for call in summary["calls"]] == [call.name for call in profile.calls]
 
 
 def test_a_run_with_too_few_steps_is_an_error_before_any_step(runtime, tmp_path):

@@ -119,9 +119,9 @@ def test_a_corrupt_newest_checkpoint_is_named_and_skipped_and_nothing_is_lost(tm
     with pytest.warns(UserWarning, match=f"Checkpoint at step 3 cannot be read .*{message}"):
         resumed(tmp_path)
     for name in ("metrics", "samples", "eval_samples"):
-        found = [record for record in untimed(out / f"{name}.jsonl") if "eval/reward" not in record]
+        records = [record for record in untimed(out / f"{name}.jsonl") if "eval/reward" not in record]
         expected = [record for record in untimed(whole / f"{name}.jsonl") if "eval/reward" not in record]
-        assert found == expected
+        assert records == expected
     assert steps_of(out) == [1, 2, 3, 4, 5]
     assert list_checkpoints(out / "checkpoints")[2].read()["counters"]
 
@@ -540,7 +540,7 @@ def test_the_checkpoint_is_not_kept_in_memory_while_the_run_goes_on(tmp_path, mo
     done(tmp_path)
     starts: list[weakref.ref] = []
 
-    def found(e):
+    def watched_start(e):
         start = find_start(e)
         starts.append(weakref.ref(start))
         return start
@@ -549,7 +549,7 @@ def test_the_checkpoint_is_not_kept_in_memory_while_the_run_goes_on(tmp_path, mo
         def log(self, step, metrics):
             assert starts[0]() is None
 
-    monkeypatch.setattr("realign.runtime.run_experiment.find_start", found)
+    monkeypatch.setattr("realign.runtime.run_experiment.find_start", watched_start)
     run(experiment(tmp_path, steps=4, resume="auto"), trackers=[Watching(0)])
     assert len(starts) == 1
 
@@ -869,9 +869,9 @@ def test_more_steps_are_allowed_for_every_shipped_experiment(name):
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         check_config(few, many, [])
-    found = [str(w.message) for w in told]
-    assert bool(found) == (name in STRETCHED)
-    for message in found:
+    warnings_shown = [str(w.message) for w in told]
+    assert bool(warnings_shown) == (name in STRETCHED)
+    for message in warnings_shown:
         assert "schedule.total was 300, is 900" in message
         assert message.endswith("schedule.total=300.")
 

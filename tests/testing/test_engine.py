@@ -131,8 +131,8 @@ class HidesValues(BigramEngine):
 
 class LeaksBetweenSequences(BigramEngine):
     def output(self, mb):
-        found = super().output(mb)
-        return BigramOutput(found.logits_VV, found.values_V, found.ids_T, torch.tensor([0, len(found.ids_T)]))
+        out = super().output(mb)
+        return BigramOutput(out.logits_VV, out.values_V, out.ids_T, torch.tensor([0, len(out.ids_T)]))
 
 
 class ReturnsAllKeys(BigramEngine):

@@ -86,14 +86,14 @@ def test_a_fork_of_a_fork_has_the_steps_and_settings_of_both(forked, monkeypatch
         assert main(["replay", out, str(int(step) + 1)]) == 0
         assert "metrics equal to the recorded ones" in capsys.readouterr().out
         assert main(["bisect", "runs/fork", out]) == 0
-        found = capsys.readouterr().out
+        shown = capsys.readouterr().out
         # the same gradients, and another learning rate
-        assert f"first step that differs: {int(step) + 1} (lr: " in found
-        assert found.splitlines()[-1].startswith("  weights of actor after the step: ")
+        assert f"first step that differs: {int(step) + 1} (lr: " in shown
+        assert shown.splitlines()[-1].startswith("  weights of actor after the step: ")
     assert main(["bisect", "runs/a", out]) == 0  # step 3 is one of runs/fork
-    found = capsys.readouterr().out
-    assert "first step that differs: 3 (" in found
-    assert "advantage in the loss of actor at prompt" in found
+    shown = capsys.readouterr().out
+    assert "first step that differs: 3 (" in shown
+    assert "advantage in the loss of actor at prompt" in shown
 
 
 def test_a_step_of_the_parent_is_not_replayed_or_forked_in_a_fork(forked, monkeypatch, capsys):

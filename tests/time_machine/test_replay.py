@@ -123,16 +123,16 @@ def test_the_first_difference_names_the_response_and_the_token(trained):
     rewards = first.batch["rewards"].clone()
     rewards[6] += 0.5
     second = replace(first, batch=first.batch.with_sequences(rewards=rewards))
-    (found,) = differences(first, second)
-    assert found.what == "rewards of the batch"
-    assert found.where == f"prompt {first.batch.ids[1]}, response 2"
-    assert found.size == "1 of 16, at most 0.5"
+    (difference,) = differences(first, second)
+    assert difference.what == "rewards of the batch"
+    assert difference.where == f"prompt {first.batch.ids[1]}, response 2"
+    assert difference.size == "1 of 16, at most 0.5"
     ids = first.batch["input_ids"].clone()
     start = int(first.batch.cu_seqlens()[6])
     ids[start + 4] += 1
     second = replace(first, batch=first.batch.with_data({"input_ids": ids}, lengths=first.batch.lengths["input_ids"]))
-    (found,) = differences(first, second)
-    assert found.where.startswith(f"prompt {first.batch.ids[1]}, response 2, token 4 (")
+    (difference,) = differences(first, second)
+    assert difference.where.startswith(f"prompt {first.batch.ids[1]}, response 2, token 4 (")
 
 
 def test_a_tolerance_hides_rounding_but_not_a_change(trained):
@@ -140,7 +140,7 @@ def test_a_tolerance_hides_rounding_but_not_a_change(trained):
     first = replay(experiment_of(folder), folder, 2)
     logprobs = first.batch["logprobs"] + 1e-6 * first.batch["loss_mask"]
     second = replace(first, batch=first.batch.with_tokens(logprobs=logprobs), weights={"actor": "of another device"})
-    assert {found.what for found in differences(first, second)} == {
+    assert {difference.what for difference in differences(first, second)} == {
         "weights of actor before the step",
         "logprobs of the batch",
     }
@@ -152,9 +152,9 @@ def test_a_gradient_that_is_not_finite_in_one_run_differs(trained):
     first = replay(experiment_of(folder), folder, 2)
     ((norms,),) = first.gradients.values()
     name = list(norms)[3]
-    (found,) = differences(first, replace(first, gradients={"actor": [norms | {name: float("nan")}]}))
-    assert found.where == f"optimizer step 1, {name}"
-    assert found.size == f"1 of {len(norms)} weights"
+    (difference,) = differences(first, replace(first, gradients={"actor": [norms | {name: float("nan")}]}))
+    assert difference.where == f"optimizer step 1, {name}"
+    assert difference.size == f"1 of {len(norms)} weights"
 
 
 def test_a_step_that_the_run_has_not_taken_is_refused(trained):

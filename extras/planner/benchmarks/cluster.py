@@ -121,12 +121,12 @@ def sweep(processes: int = 2) -> list[dict[str, Any]]:
 
 def best(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[int, int | None], Mapping[str, Any]]:
     """Return the row with the best split for each number of devices and bound."""
-    found: dict[tuple[int, int | None], Mapping[str, Any]] = {}
+    top: dict[tuple[int, int | None], Mapping[str, Any]] = {}
     for row in rows:
         key = (row["devices"], row["bound"])
-        if key not in found or row["tokens_per_s"] > found[key]["tokens_per_s"]:
-            found[key] = row
-    return found
+        if key not in top or row["tokens_per_s"] > top[key]["tokens_per_s"]:
+            top[key] = row
+    return top
 
 
 def show(rows: Sequence[Mapping[str, Any]]) -> str:

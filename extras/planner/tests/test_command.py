@@ -33,10 +33,10 @@ def test_the_printed_commands_run_the_placements(words, capsys):
     assert "Devices: 2 x cpu on 1 node" in out
     assert "prompts of 256 tokens, responses of 8 on average and at most 16" in out
     assert "Costs: data sheets and assumptions." in out
-    found = commands_of(out)
-    assert len(found) >= 4
-    assert {command[0] for command in found} == {"realign", "torchrun"}
-    for command in found:
+    commands = commands_of(out)
+    assert len(commands) >= 4
+    assert {command[0] for command in commands} == {"realign", "torchrun"}
+    for command in commands:
         given = command[command.index("realign") + 1 :]
         assert build_experiment(compose(read_arguments(given).words)).batch_prompts == 4
 

@@ -18,13 +18,13 @@ def test_every_internal_exists():
 
 def test_no_other_file_imports_internals_of_realign():
     lines = re.compile(r"^ *(?:from (realign\.[\w.]+) import (.+)|import realign\b)", re.MULTILINE)
-    found = [
+    imports = [
         match
         for path in PACKAGE.glob("*.py")
         if path.name != "internals.py"
         for match in lines.findall(path.read_text(encoding="utf-8"))
     ]
-    assert {module for module, _ in found} == PUBLIC
-    for module, names in found:
+    assert {module for module, _ in imports} == PUBLIC
+    for module, names in imports:
         exported = getattr(import_module(module), "__all__", None)
         assert exported is None or set(names.split(", ")) <= set(exported), module

@@ -20,28 +20,28 @@ ONE = PlannedPlacement((PlannedGroup(("actor", "ref"), 1),))
 def steps_of(scale, sizes, load=FIXED):
     """Return the steps that runs with these factors would have, for pairs of sequences and response tokens."""
     c = costs_of(ONE, load, replace(CLUSTER, scale=scale))
-    found = []
+    steps = []
     for sequences, length in sizes:
         tokens, prompt = sequences * length, 10.0
         context = tokens * (prompt + length / 2)
         sampling = length * c.decode_step_s + tokens * c.decode_row_s + context * c.decode_context_s
         sampling += sequences / load.work.group * prompt * c.prefill_token_s
         training = c.train_step_s + sequences * (prompt + length) * c.train_token_s
-        found.append(MeasuredStep(sequences, length, prompt, sampling, 0.5, training))
-    return found
+        steps.append(MeasuredStep(sequences, length, prompt, sampling, 0.5, training))
+    return steps
 
 
 def test_steps_of_different_sizes_determine_all_costs():
     true = Scale(0.5, 3.0, 2.0, 4.0, 6.0, 0.25)
     sizes = [(8, 64), (2, 64), (8, 16), (4, 32), (2, 8), (32, 4)]
-    found = calibrated(CLUSTER, FIXED, steps_of(true, sizes)).scale
-    assert astuple(found) == pytest.approx(astuple(true), rel=0.1)
+    scale = calibrated(CLUSTER, FIXED, steps_of(true, sizes)).scale
+    assert astuple(scale) == pytest.approx(astuple(true), rel=0.1)
 
 
 def test_steps_of_one_size_keep_the_ratio_of_the_analytic_costs():
     true = Scale(3.0, 3.0, 3.0, 3.0, 0.2, 0.2)
-    found = calibrated(CLUSTER, FIXED, steps_of(true, [(8, 64)] * 3)).scale
-    assert astuple(found) == pytest.approx(astuple(true), rel=1e-6)
+    scale = calibrated(CLUSTER, FIXED, steps_of(true, [(8, 64)] * 3)).scale
+    assert astuple(scale) == pytest.approx(astuple(true), rel=1e-6)
     other = calibrated(CLUSTER, FIXED, steps_of(Scale(0.0, 5.0, 1.0, 1.0, 1.0, 2.0), [(8, 64)])).scale
     measured = steps_of(Scale(0.0, 5.0, 1.0, 1.0, 1.0, 2.0), [(8, 64)])[0]
     fitted = steps_of(other, [(8, 64)])[0]
@@ -98,7 +98,7 @@ def test_folders_that_measure_nothing_are_errors(tmp_path):
 
 
 def test_lengths_and_rewards_are_those_of_the_runs():
-    found = with_measured_lengths(PlanOptions(), [MEASURED, replace(MEASURED, response_tokens=10.0)], READ)
-    assert (found.prompt_tokens, found.response_tokens, found.reward_s) == (10.0, 9.0, 1.0)
+    lengths = with_measured_lengths(PlanOptions(), [MEASURED, replace(MEASURED, response_tokens=10.0)], READ)
+    assert (lengths.prompt_tokens, lengths.response_tokens, lengths.reward_s) == (10.0, 9.0, 1.0)
     four = replace(READ, work=replace(READ.work, reward_workers=4))
     assert with_measured_lengths(PlanOptions(), [MEASURED], four).reward_s == pytest.approx(1.0 * 4 / 8)

@@ -35,9 +35,9 @@ def test_every_placement_uses_all_devices_and_its_overrides_build_an_experiment(
     load = load_for(tmp_path / "model", REF)
     words = words_for(tmp_path / "model", REF)
     server = next(iter(LAUNCHERS))
-    found = list(placements(load, options, servers=True))
-    assert len(set(found)) == len(found)
-    for one in found[:: max(1, len(found) // 10)]:
+    plans = list(placements(load, options, servers=True))
+    assert len(set(plans)) == len(plans)
+    for one in plans[:: max(1, len(plans) // 10)]:
         assert one.devices == devices
         made = build_experiment(compose([*words, *overrides(one, load, options, server)]))
         assert made.runtime.starts_workers == (one.runtime == "ray")
@@ -59,8 +59,8 @@ def test_sampling_in_the_process_of_the_trainer_is_asynchronous_on_one_device_or
     load = load_for(tmp_path / "model")
 
     def copies(**options):
-        found = placements(load, PlanOptions(max_staleness=1, **options), servers=False)
-        return [(one.trainers, one.samplers, one.max_staleness) for one in found if one.sampling is Sampling.copy]
+        plans = placements(load, PlanOptions(max_staleness=1, **options), servers=False)
+        return [(one.trainers, one.samplers, one.max_staleness) for one in plans if one.sampling is Sampling.copy]
 
     assert copies(devices=1) == [(1, 0, 0), (1, 0, 1)]
     assert copies(devices=2, device="cpu") == [(1, 1, 0), (1, 1, 1)]

@@ -27,40 +27,40 @@ APART = (PlannedGroup(("actor",), 1), PlannedGroup(("ref",), 1))
 
 
 def test_costs_of_one_device_by_hand():
-    found = costs_of(PlannedPlacement((TOGETHER,)), LOAD, CLUSTER)
-    assert found.decode_step_s == pytest.approx(1 + 5 * 0.2 + 200 / 10)
-    assert found.decode_row_s == found.prefill_token_s == pytest.approx(200 / 50)
-    assert found.decode_context_s == pytest.approx(2 * 2 * 5 / 10)
-    assert found.train_token_s == pytest.approx((2 + 6) * 100 / 50)
-    assert found.train_step_s == pytest.approx(3 + 28 * 100 / 10)
-    assert found.sync_s == 0
+    costs = costs_of(PlannedPlacement((TOGETHER,)), LOAD, CLUSTER)
+    assert costs.decode_step_s == pytest.approx(1 + 5 * 0.2 + 200 / 10)
+    assert costs.decode_row_s == costs.prefill_token_s == pytest.approx(200 / 50)
+    assert costs.decode_context_s == pytest.approx(2 * 2 * 5 / 10)
+    assert costs.train_token_s == pytest.approx((2 + 6) * 100 / 50)
+    assert costs.train_step_s == pytest.approx(3 + 28 * 100 / 10)
+    assert costs.sync_s == 0
 
 
 def test_a_token_costs_only_the_operations_of_its_own_experts():
     experts = replace(NETWORK, idle_experts=75.0)
     roles = {name: replace(role, network=experts) for name, role in LOAD.roles.items()}
-    found = costs_of(PlannedPlacement((TOGETHER,)), replace(LOAD, roles=roles), CLUSTER)
+    costs = costs_of(PlannedPlacement((TOGETHER,)), replace(LOAD, roles=roles), CLUSTER)
     dense = costs_of(PlannedPlacement((TOGETHER,)), LOAD, CLUSTER)
     for of_token in ("decode_row_s", "prefill_token_s", "train_token_s"):
-        assert getattr(found, of_token) == pytest.approx(getattr(dense, of_token) / 4)
-    assert (found.decode_step_s, found.train_step_s) == (dense.decode_step_s, dense.train_step_s)
+        assert getattr(costs, of_token) == pytest.approx(getattr(dense, of_token) / 4)
+    assert (costs.decode_step_s, costs.train_step_s) == (dense.decode_step_s, dense.train_step_s)
 
 
 def test_more_devices_divide_training_and_gather_weights():
-    found = costs_of(PlannedPlacement((replace(TOGETHER, devices=4),)), LOAD, CLUSTER)
-    assert found.train_token_s == pytest.approx(8 * 100 / 50 / 4)
+    costs = costs_of(PlannedPlacement((replace(TOGETHER, devices=4),)), LOAD, CLUSTER)
+    assert costs.train_token_s == pytest.approx(8 * 100 / 50 / 4)
     collectives = 0.5 * 5 * (1 + 3)  # one per layer of the reference, three of the actor
-    assert found.train_step_s == pytest.approx(3 + 28 * 100 / 10 / 4 + collectives)
-    assert found.sync_s == pytest.approx(400 / (1e9 * 0.5))
+    assert costs.train_step_s == pytest.approx(3 + 28 * 100 / 10 / 4 + collectives)
+    assert costs.sync_s == pytest.approx(400 / (1e9 * 0.5))
     slow = Cluster(PlanOptions(devices=8, nodes=4), DEVICE)  # transfers between nodes take longer than computing
     tokens = LOAD.tokens / 4
     # weights in bf16, twice in training, and gradients in fp32; a rank sends three of four slices
     gathered = [0.75 * size * 100 / (4 * 0.5 * tokens) / 4 for size in (2, 2 * 2 + 4)]
     computed = [operations * 100 / 50 / 4 for operations in (2, 6)]
     expected = sum(map(max, zip(gathered, computed, strict=True)))
-    found = costs_of(PlannedPlacement((replace(TOGETHER, devices=4),)), LOAD, slow)
-    assert found.train_token_s == pytest.approx(expected)
-    assert found.sync_s == pytest.approx(400 / (4 * 0.5))
+    costs = costs_of(PlannedPlacement((replace(TOGETHER, devices=4),)), LOAD, slow)
+    assert costs.train_token_s == pytest.approx(expected)
+    assert costs.sync_s == pytest.approx(400 / (4 * 0.5))
 
 
 def test_calls_on_different_devices_overlap_if_they_do_not_depend_on_each_other():
@@ -108,24 +108,24 @@ def test_measured_factors_apply_to_the_in_process_sampler_and_to_training():
         (PlannedPlacement((TOGETHER,), Sampling.servers, 1), False),
     ):
         plain = costs_of(placement, LOAD, CLUSTER)
-        found = costs_of(placement, LOAD, replace(CLUSTER, scale=scale))
+        costs = costs_of(placement, LOAD, replace(CLUSTER, scale=scale))
         factors = {"decode_step_s": 2, "decode_row_s": 3, "decode_context_s": 4, "prefill_token_s": 5}
         factors = factors if sampling else dict.fromkeys(factors, 1)
         factors |= {"train_step_s": 6, "train_token_s": 7, "sync_s": 1}
-        assert vars(found) == pytest.approx({name: factors[name] * value for name, value in vars(plain).items()})
+        assert vars(costs) == pytest.approx({name: factors[name] * value for name, value in vars(plain).items()})
 
 
 def test_a_synchronous_prediction_by_hand():
-    found = predict(PlannedPlacement((TOGETHER,)), LOAD, CLUSTER)
+    prediction = predict(PlannedPlacement((TOGETHER,)), LOAD, CLUSTER)
     costs: Costs = costs_of(PlannedPlacement((TOGETHER,)), LOAD, CLUSTER)
     rows, steps = 8, 20
     context = rows * 10 * steps + rows * steps * steps / 2
     sampling = steps * (costs.decode_step_s + rows * costs.decode_row_s) + context * costs.decode_context_s
     prefill = 4 * 10 * costs.prefill_token_s
     training = costs.train_step_s + rows * 30 * costs.train_token_s
-    assert found.step_s == pytest.approx(prefill + sampling + training)
-    assert found.tokens_per_s == pytest.approx(rows * steps / found.step_s)
-    assert (found.staleness, found.fits) == (0, True)
+    assert prediction.step_s == pytest.approx(prefill + sampling + training)
+    assert prediction.tokens_per_s == pytest.approx(rows * steps / prediction.step_s)
+    assert (prediction.staleness, prediction.fits) == (0, True)
 
 
 def test_asynchronous_rollout_takes_the_time_of_its_slower_half():

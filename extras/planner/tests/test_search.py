@@ -19,21 +19,21 @@ def cluster(**options):
 @pytest.mark.parametrize("options", [{"devices": 2, "device": "cpu"}, {"devices": 4, "nodes": 2}])
 def test_the_best_plan_is_the_fastest_of_all_up_to_the_preference_for_less_staleness(options):
     here = cluster(**options, max_staleness=2, show=20)
-    found = search(LOAD, here, servers=True)
+    plans = search(LOAD, here, servers=True)
     every = [predict(one, LOAD, here) for one in placements(LOAD, here.options, servers=True)]
-    assert found.considered == found.fitting == len(every)
-    assert found.best[0].tokens_per_s >= EQUAL * max(one.tokens_per_s for one in every)
-    assert [one.tokens_per_s for one in found.best] == sorted((one.tokens_per_s for one in found.best), reverse=True)
-    allocations = [replace(one.placement, max_staleness=None) for one in found.best]
+    assert plans.considered == plans.fitting == len(every)
+    assert plans.best[0].tokens_per_s >= EQUAL * max(one.tokens_per_s for one in every)
+    assert [one.tokens_per_s for one in plans.best] == sorted((one.tokens_per_s for one in plans.best), reverse=True)
+    allocations = [replace(one.placement, max_staleness=None) for one in plans.best]
     assert len(set(allocations)) == len(allocations)
-    assert found.too_large == []
+    assert plans.too_large == []
 
 
 def test_less_staleness_is_preferred_among_equals():
     here = cluster(devices=2, device="cpu", max_staleness=4, show=20)
-    found = [one for one in search(LOAD, here, servers=False).best if one.placement.max_staleness is not None]
-    assert found
-    for one in found:
+    predictions = [one for one in search(LOAD, here, servers=False).best if one.placement.max_staleness is not None]
+    assert predictions
+    for one in predictions:
         by_bound = [predict(replace(one.placement, max_staleness=k), LOAD, here).tokens_per_s for k in range(5)]
         fast = [bound for bound, tokens in enumerate(by_bound) if tokens >= EQUAL * max(by_bound)]
         assert one.placement.max_staleness == fast[0]
@@ -43,6 +43,6 @@ def test_a_faster_plan_that_does_not_fit_is_shown_apart():
     one = PlannedPlacement((PlannedGroup(("actor", "ref"), 1),))
     needed = memory_of(one, LOAD, DEVICE)["actor"]
     small = Device(Accelerator(flops=100.0, bandwidth=10.0, memory=needed * 0.5), ASSUMED)
-    found = search(LOAD, Cluster(PlanOptions(devices=1), small), servers=False)
-    assert (found.best, found.fitting) == ([], 0)
-    assert [prediction.fits for prediction in found.too_large] == [False]
+    plans = search(LOAD, Cluster(PlanOptions(devices=1), small), servers=False)
+    assert (plans.best, plans.fitting) == ([], 0)
+    assert [prediction.fits for prediction in plans.too_large] == [False]

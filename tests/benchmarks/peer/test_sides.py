@@ -27,11 +27,11 @@ def test_our_side_makes_steps_of_the_given_lengths(name, tmp_path, monkeypatch):
     write_prompts(scenario, 2, tmp_path / "prompts.jsonl")
     side = Side(scenario, tmp_path, 2, {})
     for number in (1, 2):
-        found = side.step(number)
-        assert found["lengths"] == scenario.lengths(number)
+        step = side.step(number)
+        assert step["lengths"] == scenario.lengths(number)
         texts = scenario.prompt_texts(2)[(number - 1) * scenario.prompts : number * scenario.prompts]
-        assert found["prompt_tokens"] == [len(text) for text in texts]
-        assert 0 < found["model_work"] < found["wall"]
+        assert step["prompt_tokens"] == [len(text) for text in texts]
+        assert 0 < step["model_work"] < step["wall"]
 
 
 def test_the_sampler_side_makes_responses_of_the_given_lengths(tmp_path, monkeypatch):

@@ -25,22 +25,22 @@ class Alone(dict[str, Any]):
         return self[name]
 
 
-def assert_same(found: Any, wanted: Any, path: str = "") -> None:
+def assert_same(actual: Any, wanted: Any, path: str = "") -> None:
     """Compare tensors with absolute tolerance 2e-5, numbers with relative tolerance 1e-5, and all else exactly."""
     if isinstance(wanted, torch.Tensor):
-        torch.testing.assert_close(found, wanted, atol=2e-5, rtol=0, msg=lambda text: f"{path}: {text}")
+        torch.testing.assert_close(actual, wanted, atol=2e-5, rtol=0, msg=lambda text: f"{path}: {text}")
     elif isinstance(wanted, dict):
-        assert found.keys() == wanted.keys(), path
+        assert actual.keys() == wanted.keys(), path
         for key in wanted.keys() - OWN:
-            assert_same(found[key], wanted[key], f"{path}/{key}")
+            assert_same(actual[key], wanted[key], f"{path}/{key}")
     elif isinstance(wanted, list):
-        assert len(found) == len(wanted), path
-        for i, (a, b) in enumerate(zip(found, wanted, strict=True)):
+        assert len(actual) == len(wanted), path
+        for i, (a, b) in enumerate(zip(actual, wanted, strict=True)):
             assert_same(a, b, f"{path}/{i}")
     elif isinstance(wanted, float):
-        assert found == pytest.approx(wanted, rel=1e-5, abs=1e-5), path
+        assert actual == pytest.approx(wanted, rel=1e-5, abs=1e-5), path
     else:
-        assert found == wanted, path
+        assert actual == wanted, path
 
 
 def assert_same_files(one: Path, other: Path, pattern: str = "model*") -> None:

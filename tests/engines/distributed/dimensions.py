@@ -120,9 +120,9 @@ def gkd(folder: Path, **settings: Any) -> dict[str, Any]:
 def lora(folder: Path, **settings: Any) -> dict[str, Any]:
     """Train adapters, and write them to a folder."""
     model = load(folder, "dense", trains=Lora(rank=4, merge_on_save=False), **settings)
-    found = {"gradient": adapter_gradient(model), **steps(model, entropy_loss, n=3), "base": base_logprobs(model)}
+    results = {"gradient": adapter_gradient(model), **steps(model, entropy_loss, n=3), "base": base_logprobs(model)}
     model.engine.save_adapter(folder / f"adapter of {current().size}")
-    return found
+    return results
 
 
 def dropped(folder: Path, **settings: Any) -> dict[str, Any]:
@@ -152,11 +152,11 @@ def fused(folder: Path, **settings: Any) -> dict[str, Any]:
 def experts(folder: Path, **settings: Any) -> dict[str, Any]:
     """Train with load balancing, sample, and restore the state before the steps."""
     model = load(folder, "experts", load_balancing=LoadBalancing(0.5), **settings)
-    found = {"gradient": gradient(model, plain_loss), "steps": steps(model, entropy_loss, n=3)}
+    results = {"gradient": gradient(model, plain_loss), "steps": steps(model, entropy_loss, n=3)}
     prompts = SequenceSample.from_sequences(["a", "b"], {"prompt_ids": [[[5, 6, 7]], [[8]]]})
     config = GenerationConfig(n=2, max_new_tokens=4, router_replay=True)
-    found["sampled"] = dict(model.engine.generate(prompts, config, seed=1).data)
-    return found
+    results["sampled"] = dict(model.engine.generate(prompts, config, seed=1).data)
+    return results
 
 
 def recomputed_experts(folder: Path, **settings: Any) -> dict[str, Any]:
@@ -175,10 +175,10 @@ def recomputed_experts(folder: Path, **settings: Any) -> dict[str, Any]:
 def lora_of_experts(folder: Path, **settings: Any) -> dict[str, Any]:
     """Train adapters, and write the merged model to a folder."""
     model = load(folder, "experts", trains=Lora(rank=2), **settings)
-    found = {"gradient": adapter_gradient(model), **steps(model, entropy_loss, n=3), "base": base_logprobs(model)}
+    results = {"gradient": adapter_gradient(model), **steps(model, entropy_loss, n=3), "base": base_logprobs(model)}
     path = folder / f"merged of {current().size}"
     model.engine.save(path)
-    return found | {"saved": load_file(path / "model.safetensors")}
+    return results | {"saved": load_file(path / "model.safetensors")}
 
 
 def base_logprobs(model: Model) -> Tensor:

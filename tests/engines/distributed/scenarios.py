@@ -137,16 +137,16 @@ def ppo(folder: Path, **settings: Any) -> dict[str, Any]:
     actor, critic = load(folder, **settings), load(folder, "critic", head=Value(), **settings)
     policy, judge = PPOActorInterface(n_minibatches=2), PPOCriticInterface(n_minibatches=2)
     drop = ("advantages", "returns", "values", "dense_rewards", "baseline_rewards", "ptx_input_ids")
-    found: dict[str, Any] = {"metrics": [], "advantages": []}
+    results: dict[str, Any] = {"metrics": [], "advantages": []}
     for data in map(batch, range(4)):
         data = data.select(data.keys - set(drop))
         data = data.merge(judge.inference(critic, data, BUDGET).select(["values"]))
         data = data.merge(policy.credit(actor, data, BUDGET).select(["advantages", "returns"]))
-        found["advantages"].append(data["advantages"])
+        results["advantages"].append(data["advantages"])
         for model, interface in ((actor, policy), (critic, judge)):
-            found["metrics"].append(stat_values(interface.train_step(model, data, BUDGET)))
+            results["metrics"].append(stat_values(interface.train_step(model, data, BUDGET)))
             model.publish_weights()
-    return found | {"weights": {**actor.engine.weights(), **_named("critic", critic.engine.weights())}}
+    return results | {"weights": {**actor.engine.weights(), **_named("critic", critic.engine.weights())}}
 
 
 def dpo(folder: Path, **settings: Any) -> dict[str, Any]:
@@ -179,9 +179,9 @@ def kto(folder: Path) -> dict[str, Any]:
     """The reference finds mismatched responses less likely than the policy, so the baseline is positive."""
     batches = [batch(step, preferences=True) for step in range(4)]
     batches = [b.with_sequences(mismatched_ref_logprobs=5 * b["mismatched_ref_logprobs"]) for b in batches]
-    found = train(load(folder), KTOInterface(n_minibatches=2, undesirable_weight=0.7), batches, PAIRS)
-    assert all(metrics["kl_baseline"] > 0 for metrics in found["metrics"])
-    return found
+    trained = train(load(folder), KTOInterface(n_minibatches=2, undesirable_weight=0.7), batches, PAIRS)
+    assert all(metrics["kl_baseline"] > 0 for metrics in trained["metrics"])
+    return trained
 
 
 def one_prompt(folder: Path) -> dict[str, Any]:
@@ -194,14 +194,14 @@ def one_prompt(folder: Path) -> dict[str, Any]:
         (RewardModelInterface(), score),
         (ILQLInterface(), {"head": Causal(ValueHead(hidden="mlp", q_heads=QHeads()))}),
     ]
-    found = {}
+    results = {}
     for interface, settings in cases:
         data = batch(0, preferences=isinstance(interface, DPOInterface | KTOInterface | RewardModelInterface)).take([0])
         drop = {"advantages", "returns", "dense_rewards"} if isinstance(interface, GRPOActorInterface) else set()
-        found[type(interface).__name__] = train(
+        results[type(interface).__name__] = train(
             load(folder, **settings), interface, [data.select(data.keys - drop)], spec
         )
-    return found
+    return results
 
 
 def joint_loss(output: Any, data: SequenceSample) -> tuple[Tensor, dict[str, Any]]:
@@ -317,14 +317,14 @@ def uneven(folder: Path, **settings: Any) -> dict[str, Any]:
     rank, size = current().rank, current().size
     part = whole if size == 1 else [long, short, whole.take([])][rank]
     counts = stat_values(machine.accumulate(part, spec, plain_loss, weight(whole)))
-    found = {"n": counts["n_microbatches"], **stat_values(machine.apply(weight(whole)))}
+    results = {"n": counts["n_microbatches"], **stat_values(machine.apply(weight(whole)))}
     # First one prompt for all ranks, then one with and one without trained tokens, then no trained tokens at all.
     one = random_sample([(7, 9)])
     nothing = one.with_tokens(loss_mask=torch.zeros_like(one["loss_mask"]))
     recorded = replace(BUDGET, trace_ids=one.ids)
     few = [one, SequenceSample.gather([one, _renamed(nothing)]), nothing]
-    found["few"] = [stat_values(machine.train_batch(data, recorded, plain_loss, weight)) for data in few]
-    return found
+    results["few"] = [stat_values(machine.train_batch(data, recorded, plain_loss, weight)) for data in few]
+    return results
 
 
 def calls(folder: Path, **settings: Any) -> dict[str, Any]:
@@ -334,45 +334,45 @@ def calls(folder: Path, **settings: Any) -> dict[str, Any]:
     machine, data = model.engine, random_sample(LENGTHS)
     prompts = {"prompt_ids": [[list(range(5, 5 + n))] for n in (4, 1, 9, 2, 3)]}
     sampled = SequenceSample.from_sequences(["a", "b", "c", "d", "e"], prompts)
-    found: dict[str, Any] = {"logprobs": [], "tokens": [], "sampled": []}
+    results: dict[str, Any] = {"logprobs": [], "tokens": [], "sampled": []}
     for step in range(2):
-        found["logprobs"].append(ReferenceInterface().inference(model, data, BUDGET)["logprobs"])
+        results["logprobs"].append(ReferenceInterface().inference(model, data, BUDGET)["logprobs"])
         rollout = machine.generate(sampled, GenerationConfig(n=3, max_new_tokens=6), seed=step)
-        found["tokens"].append(rollout["input_ids"])
-        found["sampled"].append(rollout["logprobs"])
+        results["tokens"].append(rollout["input_ids"])
+        results["sampled"].append(rollout["logprobs"])
         machine.train_batch(data, BUDGET, plain_loss, weight)
     machine.load_weights({name: torch.ones_like(x) for name, x in machine.weights().items()}, 0.25)
-    found["mixed"] = weights_now(model)
+    results["mixed"] = weights_now(model)
     adapted = load(folder, trains=Lora(rank=4), **settings).engine
     adapted.train_batch(data, BUDGET, plain_loss, weight)
     score = adapted.reference()
-    found["base"] = score(data, BUDGET, lambda out, mb: mb.with_tokens(x=out.logprobs()))["x"]
-    found["frozen"] = hash_of(
+    results["base"] = score(data, BUDGET, lambda out, mb: mb.with_tokens(x=out.logprobs()))["x"]
+    results["frozen"] = hash_of(
         load(folder, optimizer=None, **settings).engine.fixed_weights()
     )  # resumed runs compare this hash
-    return found
+    return results
 
 
 def divided(folder: Path) -> dict[str, Any]:
     """Train and sample with tensor parallelism over two ranks, and restore a state. A single process runs without
     sharding."""
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for family in ("llama", "qwen2", "qwen3"):
         model = load(folder, family, sharding=Sharding(tensor=2))
         state = copy.deepcopy(whole_tree(model.engine.state_dict()))
-        found[family] = steps(model)
+        results[family] = steps(model)
         model.engine.load_state_dict(state)
         prompts = SequenceSample.from_sequences(["a", "b"], {"prompt_ids": [[[5, 6, 7]], [[8]]]})
         rollout = model.engine.generate(prompts, GenerationConfig(n=2, max_new_tokens=4), seed=1)
-        found[family] |= {"tokens": rollout["input_ids"], "state": state["module"]}
-    return found
+        results[family] |= {"tokens": rollout["input_ids"], "state": state["module"]}
+    return results
 
 
 def low(folder: Path) -> dict[str, Any]:
     """Train in bfloat16 with a value head. Return the metrics, and the dtypes of the weights (fp32)."""
     model = load(folder, dtype="bfloat16", head=Causal(ValueHead(init="normal")))
-    found = steps(model, joint_loss)
-    return {"metrics": found["metrics"], "dtypes": {str(x.dtype) for x in found["weights"].values()}}
+    trained = steps(model, joint_loss)
+    return {"metrics": trained["metrics"], "dtypes": {str(x.dtype) for x in trained["weights"].values()}}
 
 
 KEPT = {"head": Causal(ValueHead(hidden="mlp", init="normal")), "optimizer": replace(STEP, ema_decay=0.5)}
@@ -389,12 +389,12 @@ def kept(
     writer.write(2, {"engine": model.engine.state_dict(), "number": torch.tensor(3.5)})
     writer.close()
     problems = writer.take_failures()
-    found = {"problems": problems, "end": going_on(model)}
+    results = {"problems": problems, "end": going_on(model)}
     model.engine.save(own / "saved")
     current().barrier()
     for name, path in {"own": own, **others}.items():
-        found[name] = going_on(restored(folder, path, family, **more))
-    return found
+        results[name] = going_on(restored(folder, path, family, **more))
+    return results
 
 
 SAVED: dict[str, tuple[dict[str, Any], Any]] = {
@@ -476,22 +476,24 @@ def joined(folder: Path, dtype: str, keeps: bool) -> dict[str, Any]:
     config = GenerationConfig(n=2, max_new_tokens=6)
     settings = {"dtype": dtype, "sharding": Sharding(keep_rollout=keeps), "sampler": InProcessSampling(max_slots=2)}
     engine: Any = load(folder, "qwen3", **settings).engine
-    found: dict[str, Any] = {"same": [], "peaks": [], "left": []}
+    results: dict[str, Any] = {"same": [], "peaks": [], "left": []}
     for _ in range(2):
         with MemoryCount() as count:
             engine._rollout_module()
-            found["peaks"].append(count.peak)
+            results["peaks"].append(count.peak)
             sampled = engine.generate(prompts, config, seed=1)
-            found["left"].append(count.live)
+            results["left"].append(count.live)
         engine._free_copy()
         with patch.object(Fusion, "join", return_value=False):
-            found["same"].append(torch.equal(engine.generate(prompts, config, seed=1)["logprobs"], sampled["logprobs"]))
+            results["same"].append(
+                torch.equal(engine.generate(prompts, config, seed=1)["logprobs"], sampled["logprobs"])
+            )
         engine._free_copy()
         engine.train_batch(random_sample(LENGTHS), BUDGET, plain_loss, weight)
     layers = engine.module.base_model.layers
-    found |= {"layers": len(layers), "layer": sum(p.numel() for p in layers[0].parameters())}
-    found["outer"] = sum(p.numel() for p in engine.module.parameters()) - len(layers) * found["layer"]
-    return found | {"obstacle": engine.fusion.obstacle}
+    results |= {"layers": len(layers), "layer": sum(p.numel() for p in layers[0].parameters())}
+    results["outer"] = sum(p.numel() for p in engine.module.parameters()) - len(layers) * results["layer"]
+    return results | {"obstacle": engine.fusion.obstacle}
 
 
 ADAPTED = ("llama", "gpt2", "qwen3_moe")
@@ -511,21 +513,21 @@ def write_adapters(folder: Path) -> None:
 def merged_starts(folder: Path) -> dict[str, Any]:
     """Return the weights of models that start from merged adapters, and how many were merged in slices."""
     with patch.object(merge, "_merge_unread", wraps=merge._merge_unread) as unread:
-        found: dict[str, Any] = {
+        results: dict[str, Any] = {
             name: weights_now(load(folder, f"adapter of {name}")) for name in (*ADAPTED, "a tied head")
         }
-    return found | {"in slices": unread.call_count}
+    return results | {"in slices": unread.call_count}
 
 
 def crossed(folder: Path, own: Path, others: dict[str, Path]) -> dict[str, Any]:
     """Combine tensor parallelism in pairs of ranks with data parallelism between pairs. A single process runs without
     either."""
     sharding = Sharding(tensor=2)
-    found = kept(folder, own, others, "qwen3", sharding)
+    results = kept(folder, own, others, "qwen3", sharding)
     model = load(folder, "qwen3", sharding=sharding)
     machine = model.engine
     machine.load_weights({name: torch.ones_like(x) for name, x in machine.weights().items()}, 0.25)
-    return found | {"mixed": weights_now(model)}
+    return results | {"mixed": weights_now(model)}
 
 
 def restored(folder: Path, path: Path, family: str = "gpt2", **settings: Any) -> Model:
@@ -560,9 +562,9 @@ def unknown_moments(folder: Path) -> str:
 
 def going_on(model: Model) -> dict[str, Any]:
     """Return the metrics of the next steps, the weights after them, and the averaged weights."""
-    found = steps(model, joint_loss)
+    results = steps(model, joint_loss)
     average = whole_tree(model.engine.state_dict()["ema"]["average"])
-    return found | {"average": average}
+    return results | {"average": average}
 
 
 def mistakes(folder: Path) -> dict[str, str]:
@@ -665,8 +667,8 @@ def on_mesh(folder: Path, sharding: Sharding, names: Sequence[str]) -> dict[str,
 
 def core_of_a_group(folder: Path) -> dict[str, Any]:
     """Run the scenarios of a rank of a group that take few seconds."""
-    found = {"grpo": grpo(folder), "uneven": uneven(folder), "faults of one rank": faults_of_one_rank(folder)}
-    return found | {"dropout": load(folder, dropout=0.1).engine.dropout_seed()}
+    results = {"grpo": grpo(folder), "uneven": uneven(folder), "faults of one rank": faults_of_one_rank(folder)}
+    return results | {"dropout": load(folder, dropout=0.1).engine.dropout_seed()}
 
 
 def of_a_group(folder: Path) -> dict[str, Any]:

@@ -77,8 +77,8 @@ def test_an_adapter_is_merged_in_slices_as_peft_merges_it(folder):
     scenarios.write_adapters(folder)
     wanted = scenarios.merged_starts(folder)
     assert wanted.pop("in slices") == 0
-    for found in run_ranks(2, scenarios.merged_starts, folder):
-        assert found.pop("in slices") == len(wanted) - 1  # not the tied head, which is separated from the embeddings
+    for merged in run_ranks(2, scenarios.merged_starts, folder):
+        assert merged.pop("in slices") == len(wanted) - 1  # not the tied head, which is separated from the embeddings
         for name, weights in wanted.items():
-            assert found[name].keys() == weights.keys()
-            assert all(torch.equal(found[name][k], x) for k, x in weights.items()), name
+            assert merged[name].keys() == weights.keys()
+            assert all(torch.equal(merged[name][k], x) for k, x in weights.items()), name

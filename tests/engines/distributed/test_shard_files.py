@@ -40,11 +40,11 @@ def write(folder: Path) -> None:
 def test_one_process_writes_and_reads_whole_tensors(tmp_path: Path) -> None:
     with (tmp_path / file_of(0)).open("wb") as file:
         write_tensors(file.write, *shards_to_write(TENSORS, Ranks()))
-    found = read_saved(tmp_path)
-    assert found.keys() == TENSORS.keys()
+    saved = read_saved(tmp_path)
+    assert saved.keys() == TENSORS.keys()
     for name, x in TENSORS.items():
-        assert torch.equal(found[name], x)
-        assert found[name].dtype == x.dtype
+        assert torch.equal(saved[name], x)
+        assert saved[name].dtype == x.dtype
 
 
 def test_shards_of_several_ranks_are_one_tensor_here_and_in_torch(
@@ -52,13 +52,13 @@ def test_shards_of_several_ranks_are_one_tensor_here_and_in_torch(
 ) -> None:
     monkeypatch.setattr(shard_files, "RELEASED", 1)  # files are closed and opened again
     write(tmp_path / "parts")
-    found = read_saved(tmp_path / "parts")
-    theirs = {name: torch.empty_like(x) for name, x in found.items()}
+    saved = read_saved(tmp_path / "parts")
+    theirs = {name: torch.empty_like(x) for name, x in saved.items()}
     reader = checkpoint.HuggingFaceStorageReader(str(tmp_path / "parts"))
     with pytest.warns(UserWarning, match="torch.distributed is disabled"):
         checkpoint.load(dict(theirs), storage_reader=reader, no_dist=True)
     for name in ("a/b", "c"):
-        assert torch.equal(found[name], TENSORS[name])
+        assert torch.equal(saved[name], TENSORS[name])
         assert torch.equal(theirs[name], TENSORS[name])
 
 

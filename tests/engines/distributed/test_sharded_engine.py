@@ -54,15 +54,15 @@ def all_scenarios(test: Callable[..., None]) -> Callable[..., None]:
 
 @all_scenarios
 def test_ranks_without_a_prompt_change_nothing_in_any_interface(ranks: list[dict[str, Any]], alone: Alone) -> None:
-    for found in ranks:
-        assert_same(found["one_prompt"], alone["one_prompt"])
+    for rank in ranks:
+        assert_same(rank["one_prompt"], alone["one_prompt"])
 
 
 def test_trap_e7_e10_four_steps_of_grpo_on_uneven_data_are_those_of_one_process(
     ranks: list[dict[str, Any]], alone: Alone
 ) -> None:
-    for found in ranks:
-        assert_same(found["grpo"], alone["grpo"])
+    for rank in ranks:
+        assert_same(rank["grpo"], alone["grpo"])
 
 
 @all_scenarios
@@ -71,8 +71,8 @@ def test_trap_d4_e7_e10_four_steps_on_uneven_data_are_those_of_one_process(
     ranks: list[dict[str, Any]], alone: Alone, algorithm: str
 ) -> None:
     """Compare weights and all metrics on every rank. For PPO, advantages are whitened over the whole batch."""
-    for found in ranks:
-        assert_same(found[algorithm], alone[algorithm])
+    for rank in ranks:
+        assert_same(rank[algorithm], alone[algorithm])
 
 
 @all_scenarios
@@ -80,23 +80,23 @@ def test_both_epochs_stop_early_at_the_mini_batch_of_one_process(ranks: list[dic
     wanted = alone["early_stop"]
     steps = [(values["optimizer_steps"], values["early_stopped"]) for values in wanted["metrics"]]
     assert steps == [(3, 1), (4, 1), (5, 0)]  # the first and second mini-batch of the second epoch, and no early stop
-    for found in ranks:
-        assert_same(found["early_stop"], wanted)
+    for rank in ranks:
+        assert_same(rank["early_stop"], wanted)
 
 
 def test_a_loss_or_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(ranks: list[dict[str, Any]]) -> None:
-    for found in (rank["faults of one rank"] for rank in ranks):
-        assert [values["nonfinite_steps"] for values in found["metrics"]] == [1, 1]
-        assert found["same"]
+    for faults in (rank["faults of one rank"] for rank in ranks):
+        assert [values["nonfinite_steps"] for values in faults["metrics"]] == [1, 1]
+        assert faults["same"]
 
 
 def test_trap_d7_d9_ranks_with_fewer_micro_batches_or_none_go_on_together(
     ranks: list[dict[str, Any]], alone: Alone
 ) -> None:
-    assert [found["uneven"]["n"] for found in ranks] == [5.0, 1.0, 0.0][: len(ranks)]
+    assert [rank["uneven"]["n"] for rank in ranks] == [5.0, 1.0, 0.0][: len(ranks)]
     one = {key: x for key, x in alone["uneven"].items() if key != "n"}
-    for found in ranks:
-        assert_same({key: x for key, x in found["uneven"].items() if key != "n"}, one)
+    for rank in ranks:
+        assert_same({key: x for key, x in rank["uneven"].items() if key != "n"}, one)
     assert one["few"][2]["zero_weight_steps"] == 1
 
 
@@ -104,17 +104,17 @@ def test_trap_d7_d9_ranks_with_fewer_micro_batches_or_none_go_on_together(
 def test_choices_of_experts_are_recorded_and_replayed_as_in_one_process(
     ranks: list[dict[str, Any]], alone: Alone
 ) -> None:
-    for found in ranks:
-        assert_same(found["replayed"], alone["replayed"])
+    for rank in ranks:
+        assert_same(rank["replayed"], alone["replayed"])
 
 
 @all_scenarios
 def test_gradients_that_are_summed_once_in_a_step_are_those_of_one_process(
     ranks: list[dict[str, Any]], alone: Alone
 ) -> None:
-    for found in ranks:
-        assert_same(found["reduced once"]["grpo"], alone["grpo"])
-        uneven = {key: x for key, x in found["reduced once"]["uneven"].items() if key != "n"}
+    for rank in ranks:
+        assert_same(rank["reduced once"]["grpo"], alone["grpo"])
+        uneven = {key: x for key, x in rank["reduced once"]["uneven"].items() if key != "n"}
         assert_same(uneven, {key: x for key, x in alone["uneven"].items() if key != "n"})
 
 
@@ -127,8 +127,8 @@ def test_every_kind_of_network_trains_as_in_one_process(ranks: list[dict[str, An
 @all_scenarios
 def test_scores_samples_and_mixed_weights_are_those_of_one_process(ranks: list[dict[str, Any]], alone: Alone) -> None:
     """Compare before and after a step: passes and rollouts must use the updated weights."""
-    for found in ranks:
-        assert_same(found["calls"], alone["calls"])
+    for rank in ranks:
+        assert_same(rank["calls"], alone["calls"])
     assert not torch.equal(*alone["calls"]["logprobs"])
 
 
@@ -137,13 +137,13 @@ def test_checkpoints_of_any_number_of_processes_go_on_in_any_other(
     folder: Path, ranks: list[dict[str, Any]], alone: Alone
 ) -> None:
     wanted = alone["kept"]["end"]
-    for found in ranks:
-        assert found["kept"]["problems"] == []
-        starts = found["kept"].keys() - {"problems"}
+    for rank in ranks:
+        assert rank["kept"]["problems"] == []
+        starts = rank["kept"].keys() - {"problems"}
         # continuing; resuming from the own checkpoint; resuming from a single-process checkpoint
         assert starts >= {"end", "own", "of 1"}
         for start in starts:  # these include a checkpoint of another group, if there was one before
-            assert_same(found["kept"][start], wanted, start)
+            assert_same(rank["kept"][start], wanted, start)
     assert_same(scenarios.going_on(scenarios.restored(folder, group(folder, ranks))), wanted)
 
 
@@ -152,11 +152,11 @@ def test_pairs_that_divide_layers_divide_a_batch_between_them(folder: Path) -> N
     """Four ranks give the same results as one process, and each resumes from the other's checkpoint."""
     one, four = folder / "crossed of 1", folder / "crossed of 4"
     wanted = scenarios.crossed(folder, one, {})
-    for found in run_ranks(4, scenarios.crossed, folder, four, {"of 1": one}):
-        assert found["problems"] == []
+    for rank in run_ranks(4, scenarios.crossed, folder, four, {"of 1": one}):
+        assert rank["problems"] == []
         for start in ("end", "own", "of 1"):
-            assert_same(found[start], wanted["end"], start)
-        assert_same(found["mixed"], wanted["mixed"])
+            assert_same(rank[start], wanted["end"], start)
+        assert_same(rank["mixed"], wanted["mixed"])
     assert_same(scenarios.going_on(scenarios.restored(folder, four, "qwen3")), wanted["end"])
 
 
@@ -192,16 +192,16 @@ def test_ranks_that_divide_layers_compute_what_one_process_does(folder: Path, ra
     """Test the tensor-parallel plans of three families on 2 ranks. One family normalizes each head."""
     if len(ranks) == 2:
         wanted = scenarios.divided(folder)
-        for found in ranks:
-            assert_same(found["divided"], wanted)
+        for rank in ranks:
+            assert_same(rank["divided"], wanted)
 
 
 @all_scenarios
 def test_bfloat16_is_of_products_only(folder: Path, ranks: list[dict[str, Any]]) -> None:
     wanted = scenarios.low(folder)
-    for found in ranks:
-        assert found["low"]["dtypes"] == {"torch.float32"}
-        for now, one in zip(found["low"]["metrics"], wanted["metrics"], strict=True):
+    for rank in ranks:
+        assert rank["low"]["dtypes"] == {"torch.float32"}
+        for now, one in zip(rank["low"]["metrics"], wanted["metrics"], strict=True):
             assert now["loss"] == pytest.approx(one["loss"], rel=1e-2)
             assert now["grad_norm"] == pytest.approx(one["grad_norm"], rel=3e-2)
 
@@ -209,7 +209,7 @@ def test_bfloat16_is_of_products_only(folder: Path, ranks: list[dict[str, Any]])
 @all_scenarios
 def test_what_cannot_be_done_together_is_refused_on_every_rank(ranks: list[dict[str, Any]]) -> None:
     messages = ranks[0]["mistakes"]
-    assert all(found["mistakes"] == messages for found in ranks)
+    assert all(rank["mistakes"] == messages for rank in ranks)
     assert (
         "rank 1 called train_batch with a different batch than rank 0, or another method "
         "(different ids or lengths)" in messages["batch"]
@@ -234,7 +234,7 @@ def test_what_cannot_be_done_together_is_refused_on_every_rank(ranks: list[dict[
 
 
 def test_dropout_draws_other_numbers_on_every_rank_and_the_same_in_every_run(ranks: list[dict[str, Any]]) -> None:
-    seeds = [found["dropout"] for found in ranks]
+    seeds = [rank["dropout"] for rank in ranks]
     assert len(set(seeds)) == len(ranks)
 
 

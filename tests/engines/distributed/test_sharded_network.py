@@ -35,17 +35,17 @@ class Root(nn.Module):
 def test_layers_are_freed_after_their_forward_pass_and_slices_wait_on_the_cpu_as_the_settings_say(
     monkeypatch: pytest.MonkeyPatch, reshard: bool, offload: bool, policy: type
 ) -> None:
-    found: list[tuple[nn.Module, bool, type]] = []
+    sharded: list[tuple[nn.Module, bool, type]] = []
 
     def fully_shard(module: nn.Module, *, reshard_after_forward: bool, offload_policy: Any, **settings: Any) -> None:
-        found.append((module, reshard_after_forward, type(offload_policy)))
+        sharded.append((module, reshard_after_forward, type(offload_policy)))
 
     monkeypatch.setattr(sharded_network, "fully_shard", fully_shard)
     root: Any = Root()
     sharded_network.ShardedNetwork._shard(
         root, root.layers, [], Sharding(reshard=reshard, offload=offload), torch.float32
     )
-    assert found == [*((layer, reshard, policy) for layer in root.layers), (root, False, policy)]
+    assert sharded == [*((layer, reshard, policy) for layer in root.layers), (root, False, policy)]
 
 
 @pytest.mark.parametrize(
@@ -60,10 +60,10 @@ def test_a_rollout_gathers_one_copy_of_the_layers_in_the_dtype_of_products(
     tmp_path: Path, dtype: str, size: int, keeps: bool
 ) -> None:
     save_tiny(tmp_path / "qwen3", family="qwen3", vocab_size=97, num_hidden_layers=24)
-    for found in run_ranks(2, scenarios.joined, tmp_path, dtype, keeps):
-        assert found["obstacle"] is None
-        assert found["same"] == [True, True]
-        copy = 4 * found["outer"] + size * found["layers"] * found["layer"]
+    for rank in run_ranks(2, scenarios.joined, tmp_path, dtype, keeps):
+        assert rank["obstacle"] is None
+        assert rank["same"] == [True, True]
+        copy = 4 * rank["outer"] + size * rank["layers"] * rank["layer"]
         # Beside it, a layer in fp32 while it is gathered and joined.
-        assert all(copy < peak < copy + 4 * 4 * found["layer"] for peak in found["peaks"])
-        assert all(copy < left if keeps else left < copy / 10 for left in found["left"])
+        assert all(copy < peak < copy + 4 * 4 * rank["layer"] for peak in rank["peaks"])
+        assert all(copy < left if keeps else left < copy / 10 for left in rank["left"])

@@ -108,9 +108,9 @@ def test_the_gradient_does_not_depend_on_micro_batches(which, checkpointing):
     data = sample()
     whole, metrics = train(engine_with(), data, loss=which)
     for spec in SPECS:
-        found, stats = train(engine_with(gradient_checkpointing=checkpointing), data, spec, which)
+        gradient, stats = train(engine_with(gradient_checkpointing=checkpointing), data, spec, which)
         assert stats["n_microbatches"] > 1
-        assert_same(found, whole)
+        assert_same(gradient, whole)
         assert {n: stats[n] for n in NAMES} == pytest.approx({n: metrics[n] for n in NAMES}, rel=1e-5)
 
 
@@ -118,9 +118,9 @@ def test_the_gradient_does_not_depend_on_the_order_or_on_shared_prompts():
     data = sample()
     whole, metrics = train(engine_with(shared_prompts=SharedPrompts.off), data)
     for spec in (ONE, SPECS[0]):
-        found, stats = train(engine_with(), data.take([2, 0, 3, 1]), spec)
+        gradient, stats = train(engine_with(), data.take([2, 0, 3, 1]), spec)
         assert stats["shared_tokens"] > 0
-        assert_same(found, whole)
+        assert_same(gradient, whole)
         assert {n: stats[n] for n in NAMES} == pytest.approx({n: metrics[n] for n in NAMES}, rel=1e-5)
 
 
@@ -187,10 +187,10 @@ def biases(engine):
 
 def chosen_counts(engine, data):
     """Return how often each expert of each layer is chosen, [L, E], in a plain pass for each sequence."""
-    found = {}
+    choices = {}
 
     def hook(router, given, output):
-        found.setdefault(id(router), []).append(output[2].flatten())
+        choices.setdefault(id(router), []).append(output[2].flatten())
 
     hooks = [x.register_forward_hook(hook) for x in Routers(engine.module).modules]
     with eager(engine.module), torch.no_grad():
@@ -198,7 +198,7 @@ def chosen_counts(engine, data):
             engine.module.model(input_ids=x[None])
     for x in hooks:
         x.remove()
-    return torch.stack([torch.bincount(torch.cat(parts), minlength=4) for parts in found.values()])
+    return torch.stack([torch.bincount(torch.cat(parts), minlength=4) for parts in choices.values()])
 
 
 @pytest.mark.parametrize("spec", [ONE, SPECS[0]])

@@ -34,11 +34,11 @@ class Poisoned:
 
 
 def told(engine, data, loss, spec):
-    with pytest.warns(UserWarning, match="is not finite") as found:
+    with pytest.warns(UserWarning, match="is not finite") as warned:
         stats = stat_values(engine.train_batch(data, spec, loss, lambda d: torch.tensor(1.0)))
     assert stats["nonfinite_steps"] == 1
-    assert len(found) == 1
-    return str(found[0].message)
+    assert len(warned) == 1
+    return str(warned[0].message)
 
 
 SPECS = [MicroBatchSpec(), MicroBatchSpec(n_microbatches=3), MicroBatchSpec(max_tokens_per_microbatch=13)]

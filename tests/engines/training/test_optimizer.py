@@ -157,9 +157,9 @@ class EightBit(torch.optim.Optimizer):
                 p -= group["lr"] * group["gain"] * code.float() * scale
 
     def state_dict(self):
-        found = super().state_dict()
-        inner = {i: {"code": x["code"], "scale": x["scale"]} for i, x in found["state"].items()}
-        return {**found, "state": {i: {"step": x["step"], "inner": inner[i]} for i, x in found["state"].items()}}
+        state = super().state_dict()
+        inner = {i: {"code": x["code"], "scale": x["scale"]} for i, x in state["state"].items()}
+        return {**state, "state": {i: {"step": x["step"], "inner": inner[i]} for i, x in state["state"].items()}}
 
     def load_state_dict(self, state):
         super().load_state_dict(state)
@@ -330,8 +330,8 @@ def test_a_config_names_the_class_and_its_arguments(tmp_path):
     from realign.config.construct import build
 
     words = ["_target_=torch.optim.Muon", "lr=0.02", "momentum=0.9", "other_lr=1e-4", "weight_decay=0.1"]
-    found, resolved = optimizer_of(tmp_path, *(f"models.actor.optimizer.{word}" for word in words))
-    assert found == spec(
+    made, resolved = optimizer_of(tmp_path, *(f"models.actor.optimizer.{word}" for word in words))
+    assert made == spec(
         "Muon",
         lr=0.02,
         other_lr=1e-4,
@@ -339,7 +339,7 @@ def test_a_config_names_the_class_and_its_arguments(tmp_path):
         arguments={"momentum": 0.9},
         schedule=Schedule("cosine", warmup=10, total=100),
     )
-    assert build(resolved, OptimizerSpec, "optimizer") == found
+    assert build(resolved, OptimizerSpec, "optimizer") == made
     assert TorchOptimizer.fields_for("torch.optim.SGD", {"betas": 1, "lr": 2}) == {
         "of": "torch.optim.SGD",
         "arguments": {"betas": 1},

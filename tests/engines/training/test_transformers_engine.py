@@ -73,8 +73,8 @@ def test_trap_d1_d3_step_does_not_depend_on_the_cut(mode):
         stats = stat_values(train(engine, data, spec, loss))
         results.append((weights(engine), stats, stats.pop("n_microbatches")))
     assert {n for _, _, n in results} >= {1.0, 2.0, 3.0, 4.0}
-    for found, stats, _ in results[1:]:
-        assert_same(found, results[0][0])
+    for gradient, stats, _ in results[1:]:
+        assert_same(gradient, results[0][0])
         assert stats == pytest.approx(results[0][1], rel=1e-4)  # all metrics are equal, too
 
 
@@ -138,8 +138,8 @@ def test_trap_e13_zero_gradient_is_no_step():
     train(engine, data)
     before = weights(engine)
     stats = engine.train_batch(data, ONE, lambda out, mb: (0 * out.logprobs().sum(), {}), lambda d: torch.tensor(3.0))
-    found = stat_values(stats)
-    assert (found["skipped_steps"], found["zero_gradient_steps"], found["grad_norm"]) == (1, 1, 0)
+    metrics = stat_values(stats)
+    assert (metrics["skipped_steps"], metrics["zero_gradient_steps"], metrics["grad_norm"]) == (1, 1, 0)
     assert moved(engine, before) == 0
     constant = engine.train_batch(data, ONE, lambda out, mb: (torch.tensor(2.0), {}), lambda d: torch.tensor(4.0))
     assert stat_values(constant)["loss"] == 0.5
@@ -192,10 +192,10 @@ def test_a_vetoed_step_moves_no_weight_moment_schedule_or_average():
         return False
 
     for spec in (ONE, MicroBatchSpec(n_microbatches=3)):
-        found = stat_values(engine.train_batch(data, spec, loss.loss, loss.weight, veto))
-        assert (found["vetoed_steps"], found["skipped_steps"], found["optimizer_steps"]) == (1, 1, 0)
+        metrics = stat_values(engine.train_batch(data, spec, loss.loss, loss.weight, veto))
+        assert (metrics["vetoed_steps"], metrics["skipped_steps"], metrics["optimizer_steps"]) == (1, 1, 0)
         for name in ("nll", "nll_max", "loss", "grad_norm", "lr", "tokens"):  # reported as without the veto
-            assert found[name] == pytest.approx(plain[name], rel=1e-5), name
+            assert metrics[name] == pytest.approx(plain[name], rel=1e-5), name
         asked = {k: plain[k] for k in ("nll", "nll_max", "pair", "tokens")}
         assert {k: seen[-1][k] for k in asked} == pytest.approx(asked, rel=1e-5)
     for part in ("module", "ema", "optimizer"):
@@ -209,8 +209,8 @@ def test_a_step_without_a_gradient_is_refused_or_counted():
     engine = tiny_engine(optimizer=STEP)
     with pytest.raises(ValueError, match=r"'actor': apply has no gradient. Call accumulate first."):
         engine.apply(torch.tensor(1.0))
-    found = stat_values(engine.skip("zero_weight_steps"))
-    assert (found["zero_weight_steps"], found["skipped_steps"], found["optimizer_steps"]) == (1, 1, 0)
+    metrics = stat_values(engine.skip("zero_weight_steps"))
+    assert (metrics["zero_weight_steps"], metrics["skipped_steps"], metrics["optimizer_steps"]) == (1, 1, 0)
 
 
 def assert_equal(a, b):
@@ -249,11 +249,11 @@ def test_an_interrupted_batch_leaves_no_gradient_behind():
 def test_trap_d14_a8_schedule_counts_rollout_batches():
     schedule = Schedule("linear", total=4, unit="train_step")
     engine = tiny_engine(optimizer=OptimizerSpec(lr=1.0, grad_clip=1e-9, schedule=schedule))
-    data, found = random_sample([[7]]), []
+    data, rates = random_sample([[7]]), []
     for version in range(3):
         engine.start_step(version)
-        found += [stat_values(train(engine, data))["lr"] for _ in range(2)]
-    assert found == pytest.approx([1.0, 1.0, 0.75, 0.75, 0.5, 0.5])
+        rates += [stat_values(train(engine, data))["lr"] for _ in range(2)]
+    assert rates == pytest.approx([1.0, 1.0, 0.75, 0.75, 0.5, 0.5])
 
 
 def test_state_dict_continues_exactly():
@@ -308,15 +308,15 @@ def test_whether_rollouts_are_fused_is_found_out_with_the_weights_that_the_run_b
     first.generate(prompt, GenerationConfig(max_new_tokens=2), seed=0)
     assert first.state_dict()["fused"]
     train(first, random_sample(LENGTHS))
-    second, found = tiny_engine(optimizer=OptimizerSpec(lr=1e-2)), []
+    second, probed = tiny_engine(optimizer=OptimizerSpec(lr=1e-2)), []
     initial = weights(second)
     compared = fusion._probe_args
-    monkeypatch.setattr(fusion, "_probe_args", lambda *args: found.append(weights(second)) or compared(*args))
+    monkeypatch.setattr(fusion, "_probe_args", lambda *args: probed.append(weights(second)) or compared(*args))
     second.load_state_dict(copy.deepcopy(first.state_dict()))
-    assert_same(found[0], initial, atol=0)
+    assert_same(probed[0], initial, atol=0)
     assert second.state_dict()["fused"]
     second.generate(prompt, GenerationConfig(max_new_tokens=2), seed=0)
-    assert len(found) == 1
+    assert len(probed) == 1
 
 
 def keep_logprobs(out, mb):
@@ -344,8 +344,8 @@ def test_trap_b1_b6_first_ratio_is_one(family, checkpointing):
     data = random_sample(LENGTHS)
     for spec, other, limit in ((ONE, ONE, 0.0), (SPECS[5], SPECS[5], 0.0), (ONE, SPECS[5], 1e-5)):
         before = engine.forward(data, spec, keep_logprobs).rename({"logprobs": "before"})
-        found = stat_values(train(engine, data.merge(before), other, DifferenceToBefore()))
-        assert found["diff"] <= limit
+        metrics = stat_values(train(engine, data.merge(before), other, DifferenceToBefore()))
+        assert metrics["diff"] <= limit
     assert not any(m.training for m in engine.module.modules())
 
 

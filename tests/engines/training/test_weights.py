@@ -123,11 +123,11 @@ def test_the_average_follows_the_formula_and_is_saved_beside_the_model(tmp_path)
     for folder, wanted in (("actor", trained), ("actor_ema", want)):
         module = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / folder)
         head = load_file(tmp_path / "out" / folder / "value_head.safetensors")
-        found = {f"module.{n}": p for n, p in module.named_parameters()} | {
+        average = {f"module.{n}": p for n, p in module.named_parameters()} | {
             f"value_head.{n}": p for n, p in head.items()
         }
-        assert found.keys() == wanted.keys()
-        for name, p in found.items():
+        assert average.keys() == wanted.keys()
+        for name, p in average.items():
             torch.testing.assert_close(p.detach(), wanted[name].float(), atol=1e-6, rtol=1e-6, msg=name)
         assert module.lm_head.weight is module.model.embed_tokens.weight
     assert max(float((trained[n] - want[n]).abs().max()) for n in want) > 1e-3

@@ -10,8 +10,8 @@ from typing import Any
 from realign.api.environment import Response
 
 
-async def _value(found: Any) -> Any:
-    return await found if inspect.isawaitable(found) else found
+async def _value(x: Any) -> Any:
+    return await x if inspect.isawaitable(x) else x
 
 
 def talk(environment: Any, *texts: str, row: Mapping[str, Any] | None = None, seed: int = 0) -> list[Any]:

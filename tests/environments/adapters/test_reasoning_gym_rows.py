@@ -18,10 +18,10 @@ pytest.importorskip("reasoning_gym", reason="needs the extra tasks")
 def test_the_verifier_accepts_the_answer_of_a_written_row_and_no_other(task, tmp_path):
     path = tmp_path / "rows.jsonl"
     main([str(path), f"task={task}", "size=3", "seed=5"])
-    found = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [row["task"] for row in found] == [task] * 3
-    assert [row["prompt"] for row in found] == [row["prompt"] for row in rows(task, size=3, seed=5)]
-    for row in found:
+    written = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [row["task"] for row in written] == [task] * 3
+    assert [row["prompt"] for row in written] == [row["prompt"] for row in rows(task, size=3, seed=5)]
+    for row in written:
         assert verified(row["prompt"], row["answer"], row) == 1.0
         assert verified(row["prompt"], "nothing", row) < 1.0
 

@@ -136,23 +136,23 @@ def test_without_a_critic_all_values_are_0():
     data = random_batch(1)
     without = data.select(data.keys - {"values"})
     zeros = without.with_tokens(values=torch.zeros_like(data["values"]))
-    found, want = (GAE(0.9, 0.5).estimate(Rewards.of(x), x, identity) for x in (without, zeros))
-    mask_T = data["loss_mask"] & found.advantages_T.isfinite()  # the last response has no reward
+    credit, want = (GAE(0.9, 0.5).estimate(Rewards.of(x), x, identity) for x in (without, zeros))
+    mask_T = data["loss_mask"] & credit.advantages_T.isfinite()  # the last response has no reward
     assert mask_T.any()
-    assert torch.equal(found.advantages_T[mask_T], want.advantages_T[mask_T])
+    assert torch.equal(credit.advantages_T[mask_T], want.advantages_T[mask_T])
 
 
 @pytest.mark.parametrize(("n", "lam"), [(1, 0.0), (10_000, 1.0)])
 def test_n_step_returns_are_gae_at_both_ends(n, lam):
     data = random_batch(1)
     options = {"reward_norm": GROUP, "whiten_rewards": True, "bootstrap": True}
-    found, want = (
+    credit, want = (
         x.estimate(rewards_of(data), data, identity) for x in (NStep(0.9, n, **options), GAE(0.9, lam, **options))
     )
     known_T = data["loss_mask"] & want.advantages_T.isfinite()  # the last response has no reward
     assert known_T.any()
-    torch.testing.assert_close(found.advantages_T[known_T], want.advantages_T[known_T], rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(found.returns_T[known_T], want.returns_T[known_T], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(credit.advantages_T[known_T], want.advantages_T[known_T], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(credit.returns_T[known_T], want.returns_T[known_T], rtol=1e-5, atol=1e-6)
 
 
 def test_metrics_are_over_trained_tokens():

@@ -34,8 +34,8 @@ def test_staleness_is_that_of_the_oldest_and_of_the_newest_token_of_a_response()
     lags = [(5, 3, 3), (2,), (), (0, 0)]
     data = SequenceSample.from_sequences(["q"], {"input_ids": [[[1, *range(len(x))] for x in lags]]})
     data = data.with_tokens(versions=torch.tensor([x for lag in lags for x in (-1, *(7 - a for a in lag))]))
-    found = stat_values(staleness_stats(data, 7))
-    assert found == pytest.approx({"staleness_head": 7 / 3, "staleness_tail": 5 / 3, "staleness_max": 5.0})
+    metrics = stat_values(staleness_stats(data, 7))
+    assert metrics == pytest.approx({"staleness_head": 7 / 3, "staleness_tail": 5 / 3, "staleness_max": 5.0})
 
 
 def test_metrics_of_a_correction_by_hand():

@@ -105,9 +105,9 @@ def test_metrics_of_a_batch_are_per_trained_sequence():
     mask_T, cu_seqlens = data["loss_mask"], data.cu_seqlens()
     kl_S = segment_sum(torch.where(mask_T, data["logprobs"] - data["ref_logprobs"], 0), cu_seqlens)
     trained_S = segment_sum(mask_T, cu_seqlens) > 0
-    found = stat_values(KLControl(KLPenalty("reward")).stats(data))
-    assert found["ref_kl_per_sequence"] == pytest.approx(float(kl_S[trained_S].mean()), rel=1e-5)
-    assert "ref_kl" in found
+    metrics = stat_values(KLControl(KLPenalty("reward")).stats(data))
+    assert metrics["ref_kl_per_sequence"] == pytest.approx(float(kl_S[trained_S].mean()), rel=1e-5)
+    assert "ref_kl" in metrics
     assert "ref_kl" not in KLControl(KLPenalty("loss")).stats(data)  # the loss reports this metric itself
     assert KLControl(KLPenalty("loss")).stats(data.select(["input_ids", "loss_mask", "logprobs"])) == {}
 
@@ -162,8 +162,8 @@ def test_an_own_estimate_is_in_the_loss_with_its_gradient_and_metrics(weighted):
     kl_T = torch.where(data["loss_mask"], (logprobs_T - data["logprobs"]).exp(), 1) * kl_T if weighted else kl_T
     torch.testing.assert_close(loss_T, 0.3 * kl_T)
     assert 0 < float((kl_T > 0).sum()) < data["loss_mask"].sum()
-    found, want = (torch.autograd.grad(x.sum(), logprobs_T, retain_graph=True)[0] for x in (loss_T, 0.3 * kl_T))
-    torch.testing.assert_close(found, want)
+    gradient, want = (torch.autograd.grad(x.sum(), logprobs_T, retain_graph=True)[0] for x in (loss_T, 0.3 * kl_T))
+    torch.testing.assert_close(gradient, want)
     mean = float(kl_T.detach()[data["loss_mask"]].mean())
     assert stat_values(stats)["ref_kl"] == pytest.approx(mean)
     rewarded = data.with_sequences(rewards=torch.arange(data.n_sequences).double())
@@ -224,9 +224,9 @@ def test_a_coefficient_of_0_needs_no_reference(settings):
     place = settings["place"]
     assert interface.describe(4)["KL to reference"] == f"not applied, since kl.coef=0 (kl.place={place} is not read)"
     data = random_batch(1).select(["input_ids", "loss_mask", "logprobs", "rewards"])
-    found, off = (train_once(x, data, MicroBatchSpec()) for x in (interface, PPOActorInterface()))
-    assert torch.equal(found.parameters[0], off.parameters[0])
-    assert found.metrics == off.metrics
+    trained, off = (train_once(x, data, MicroBatchSpec()) for x in (interface, PPOActorInterface()))
+    assert torch.equal(trained.parameters[0], off.parameters[0])
+    assert trained.metrics == off.metrics
 
 
 @pytest.mark.parametrize(

@@ -475,9 +475,9 @@ def test_the_fraction_of_dual_clipped_tokens_is_reported_where_there_is_a_dual_c
     tokens, _ = tokens_of(batch(seed=2))
     for objective in (Clip(dual=1.02), Gspo(dual=1.02)):
         loss = objective.loss(tokens)
-        found = stat_values(objective.stats(loss, tokens))
+        metrics = stat_values(objective.stats(loss, tokens))
         want = float(loss.dual_clipped_T[tokens.mask_T].double().mean())
-        assert found == {"dual_clip_fraction": pytest.approx(want)}
+        assert metrics == {"dual_clip_fraction": pytest.approx(want)}
     for objective in OWN:
         assert objective.stats(objective.loss(tokens), tokens) == {}
 

@@ -244,13 +244,13 @@ def calls(interface) -> dict[str, tuple[str, ...]]:
 
 def test_what_an_objective_reads_is_computed_by_the_graph_and_given_to_training():
     assert "ref_inf" not in calls(PPOActorInterface())
-    found = calls(PPOActorInterface(objective=ReadsReference()))
-    assert "ref_inf" in found
-    assert "ref_logprobs" in found["actor_train"]
+    called = calls(PPOActorInterface(objective=ReadsReference()))
+    assert "ref_inf" in called
+    assert "ref_logprobs" in called["actor_train"]
     assert PPOActorInterface(objective=ReadsReference()).keys("train_step").needs["ref_logprobs"] == (
         "objective=ReadsReference"
     )
-    check_train_step(PPOActorInterface(objective=ReadsReference()), found["actor_train"])
+    check_train_step(PPOActorInterface(objective=ReadsReference()), called["actor_train"])
 
 
 def test_what_an_advantage_reads_is_given_to_the_call_that_estimates_it():

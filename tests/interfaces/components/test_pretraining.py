@@ -53,8 +53,8 @@ def test_the_text_is_read_at_temperature_1_and_enters_no_metric_of_the_policy():
 
 def test_the_metric_of_the_text_is_independent_of_the_coefficient():
     data = with_text(random_batch(3).select(["input_ids", "loss_mask", "logprobs", "rewards", "truncated"]))
-    found = [move(PPOActorInterface(ptx_coef=coef), data, 2)[1]["ptx_nll"] for coef in (0.01, 1.0, 100.0)]
-    assert found == [pytest.approx(found[0], rel=1e-6)] * 3
+    nlls = [move(PPOActorInterface(ptx_coef=coef), data, 2)[1]["ptx_nll"] for coef in (0.01, 1.0, 100.0)]
+    assert nlls == [pytest.approx(nlls[0], rel=1e-6)] * 3
 
 
 def test_keys_with_one_value_per_token_stay_also_if_another_call_of_the_graph_wrote_them():

@@ -48,8 +48,8 @@ def test_a_mark_that_is_a_text_is_found_within_a_response(kind, mark):
 )
 def test_a_response_is_cut_after_its_first_mark(after, response, kept):
     prompt = [END, 4, END]  # marks in a prompt do not count, and its tokens have no position
-    found = remaining(ResponseCut([END, 14], after=after), batch([(prompt, response)]))
-    assert found == [prompt + kept]
+    kept_ids = remaining(ResponseCut([END, 14], after=after), batch([(prompt, response)]))
+    assert kept_ids == [prompt + kept]
 
 
 def test_packed_ragged_groups_keep_their_prompts_and_places():

@@ -76,14 +76,14 @@ def arguments(function: Callable[..., Any]) -> tuple[dict[str, Tensor], dict[str
 
 def checked() -> list[Callable[..., Any]]:
     """Return the public functions with two arguments that determine a shape, and some methods."""
-    found = []
+    functions = []
     for module in MODULES:
         for function in formulas(module):
             if function.__name__ not in UNSHAPED:
                 tensors, others = arguments(function)
                 if len(tensors) + ("cu_seqlens" in others) > 1:
-                    found.append(function)
-    return [*found, AGGREGATION.total, AGGREGATION.weight, normalization.RunningMoments().update]
+                    functions.append(function)
+    return [*functions, AGGREGATION.total, AGGREGATION.weight, normalization.RunningMoments().update]
 
 
 def named(value: Any) -> str:

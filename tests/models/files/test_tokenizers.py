@@ -38,9 +38,9 @@ def chat_tokenizer():
 def test_a_tokenizer_beside_any_family_is_read_from_tokenizer_json(tmp_path, family):
     tiny_config(family).save_pretrained(tmp_path)
     chat_tokenizer().save_pretrained(tmp_path)
-    found = read_tokenizer("models.actor.path", str(tmp_path), trust_remote_code=False)
-    assert ids(found) == ids(tiny_tokenizer())
-    assert (found.eos_token, found.pad_token, found.chat_template) == ("<eos>", "<pad>", TEMPLATE)
+    read = read_tokenizer("models.actor.path", str(tmp_path), trust_remote_code=False)
+    assert ids(read) == ids(tiny_tokenizer())
+    assert (read.eos_token, read.pad_token, read.chat_template) == ("<eos>", "<pad>", TEMPLATE)
 
 
 @pytest.mark.parametrize(("family", "trust"), rotating(sorted(FAMILIES), [None, False, True]))
@@ -87,14 +87,12 @@ def test_a_special_token_that_only_the_class_defines_is_one_token_before_and_aft
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     text = (tmp_path / "tokenizer.json").read_text().replace("<r1>", "<|endoftext|>")
     (tmp_path / "tokenizer.json").write_text(text)
-    found = read_tokenizer("models.actor.path", str(tmp_path), trust_remote_code=False)
-    assert found("1<|endoftext|>2", add_special_tokens=False)["input_ids"][1:-1] == [
-        words.convert_tokens_to_ids("<r1>")
-    ]
+    read = read_tokenizer("models.actor.path", str(tmp_path), trust_remote_code=False)
+    assert read("1<|endoftext|>2", add_special_tokens=False)["input_ids"][1:-1] == [words.convert_tokens_to_ids("<r1>")]
     tiny_config("qwen2").save_pretrained(tmp_path / "saved")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        save_tokenizer(found, tmp_path / "saved")
+        save_tokenizer(read, tmp_path / "saved")
 
 
 @pytest.mark.parametrize(

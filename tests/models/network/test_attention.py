@@ -207,7 +207,7 @@ class TensorOn:
 
 
 @pytest.mark.parametrize(
-    ("backend", "tensor", "what", "found"),
+    ("backend", "tensor", "what", "expected"),
     [
         ("auto", TensorOn("cpu", torch.float32), "plain", "sdpa"),
         ("auto", TensorOn(dtype=torch.float32), "plain", "sdpa"),
@@ -231,17 +231,17 @@ class TensorOn:
         ("varlen", TensorOn(), "sinks", "does not support attention sinks"),
     ],
 )
-def test_choice_of_backend(monkeypatch, backend, tensor, what, found):
+def test_choice_of_backend(monkeypatch, backend, tensor, what, expected):
     on_device(monkeypatch)
-    if found in Backend.__members__:
-        assert kernels.choose_backend(Backend(backend), tensor, tensor, ARGS[what]) is Backend(found)
+    if expected in Backend.__members__:
+        assert kernels.choose_backend(Backend(backend), tensor, tensor, ARGS[what]) is Backend(expected)
     else:
-        with pytest.raises(ConfigError, match=f"attention={backend}: .*{found}"):
+        with pytest.raises(ConfigError, match=f"attention={backend}: .*{expected}"):
             kernels.choose_backend(Backend(backend), tensor, tensor, ARGS[what])
 
 
 @pytest.mark.parametrize(
-    ("installed", "capability", "what", "found"),
+    ("installed", "capability", "what", "expected"),
     [
         (("flash_attn",), (8, 0), "softcap", Backend.flash),
         (("flash_attn",), (7, 5), "plain", Backend.sdpa),
@@ -255,10 +255,10 @@ def test_choice_of_backend(monkeypatch, backend, tensor, what, found):
         (("flash_attn",), None, "plain", Backend.flash),
     ],
 )
-def test_auto_takes_the_fastest_kernel_that_is_installed_and_able(monkeypatch, installed, capability, what, found):
+def test_auto_takes_the_fastest_kernel_that_is_installed_and_able(monkeypatch, installed, capability, what, expected):
     on_device(monkeypatch, installed, capability)
     args = {**ARGS, "dropout": ARGS["plain"]._replace(dropout=0.1)}[what]
-    assert kernels.choose_backend(Backend.auto, TensorOn(), TensorOn(), args) is found
+    assert kernels.choose_backend(Backend.auto, TensorOn(), TensorOn(), args) is expected
 
 
 @pytest.mark.parametrize(

@@ -69,13 +69,13 @@ def test_new_lengths_and_more_layers_compile_nothing_and_only_attention_breaks_g
     engine = tiny_engine(
         optimizer=STEP, torch_compile=TorchCompile.eager, model={"num_hidden_layers": 12}, gradient_checkpointing=True
     )
-    found = []
+    graphs = []
     for i, lengths in enumerate(BATCHES):
         for n in (1, 3):
             train(engine, random_sample(lengths, seed=i), MicroBatchSpec(n_microbatches=n))
-            found.append(counters["stats"]["unique_graphs"])
-    assert found == found[:1] * len(found)
-    assert 0 < found[0] <= 12
+            graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs == graphs[:1] * len(graphs)
+    assert 0 < graphs[0] <= 12
     assert len(counters["graph_break"]) == 1
     assert "_dispatch" in next(iter(counters["graph_break"]))
 
@@ -109,7 +109,7 @@ def test_rollouts_run_the_original_layers_and_copies_of_layers_use_their_own_wei
 @pytest.mark.slow
 def test_adapters_and_partly_frozen_models_train_as_without_compilation(tmp_path, trains, backend):
     folder, data = str(save_tiny(tmp_path / "m")), random_sample(BATCHES[0])
-    found = []
+    trained = []
     for compiled in (TorchCompile.off, backend):
         spec = TransformersModel(folder, trains=trains, optimizer=STEP, torch_compile=compiled, device="cpu")
         engine = spec.load("actor", seed=0).engine
@@ -120,8 +120,8 @@ def test_adapters_and_partly_frozen_models_train_as_without_compilation(tmp_path
         kept = reference(data, MicroBatchSpec(), scores)["logprobs"]
         assert (logprobs(engine, data) - start).abs().max() > 1e-4
         torch.testing.assert_close(kept, start, atol=1e-5, rtol=1e-5)
-        found.append(weights(engine))
-    torch.testing.assert_close(found[1], found[0], atol=1e-6, rtol=1e-5)
+        trained.append(weights(engine))
+    torch.testing.assert_close(trained[1], trained[0], atol=1e-6, rtol=1e-5)
 
 
 def sharded(folder: Path, backend: TorchCompile, checkpointing: bool, dtype: str) -> dict[str, Any]:
@@ -139,9 +139,9 @@ def sharded(folder: Path, backend: TorchCompile, checkpointing: bool, dtype: str
     for i, lengths in enumerate(BATCHES):
         train(engine, random_sample(lengths, seed=i), MicroBatchSpec(max_tokens_per_microbatch=16))
     out = engine.generate(sample_of(prompts()), GenerationConfig(n=1, max_new_tokens=4), seed=0)
-    found = {name: whole(x.detach()).clone() for name, x in engine.weights().items()}
+    gathered = {name: whole(x.detach()).clone() for name, x in engine.weights().items()}
     return {
-        "weights": found,
+        "weights": gathered,
         "ids": out["input_ids"],
         "graphs": counters["stats"]["unique_graphs"],
         "rank": current().rank,
@@ -155,9 +155,9 @@ def sharded(folder: Path, backend: TorchCompile, checkpointing: bool, dtype: str
 )
 def test_ranks_train_compiled_layers_as_original_ones(tmp_path, checkpointing, dtype):
     folder = save_tiny(tmp_path / "m")
-    found = run_ranks(2, sharded, folder, TorchCompile.aot_eager, checkpointing, dtype)
+    ranks = run_ranks(2, sharded, folder, TorchCompile.aot_eager, checkpointing, dtype)
     want = run_ranks(2, sharded, folder, TorchCompile.off, checkpointing, dtype)
-    for ours, plain in zip(found, want, strict=True):
+    for ours, plain in zip(ranks, want, strict=True):
         atol = 2e-6 if dtype == "float32" else 1e-4
         torch.testing.assert_close(ours["weights"], plain["weights"], atol=atol, rtol=1e-5)
         assert torch.equal(ours["ids"], plain["ids"])

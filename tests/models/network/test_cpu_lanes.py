@@ -115,10 +115,10 @@ def test_an_exception_reaches_the_caller_and_ends_the_rest(lanes):
 def test_training_is_the_same(share, limit):
     data = masked()
     want, want_weights = trained(data, parallel_passes=ParallelPasses.off, shared_prompts=share)
-    found, weights = trained(data, MicroBatchSpec(limit), shared_prompts=share)
+    metrics, weights = trained(data, MicroBatchSpec(limit), shared_prompts=share)
     lanes = 3 if limit != 250 else 2
-    assert found.pop("n_microbatches") >= lanes > want.pop("n_microbatches")
-    assert found == pytest.approx(want, rel=1e-5)
+    assert metrics.pop("n_microbatches") >= lanes > want.pop("n_microbatches")
+    assert metrics == pytest.approx(want, rel=1e-5)
     torch.testing.assert_close(weights, want_weights, atol=1e-6, rtol=1e-5)
 
 

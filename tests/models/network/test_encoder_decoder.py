@@ -36,12 +36,12 @@ def scored(engine, data, **spec):
 
 def expected(model, data):
     """Return the log-probs of the responses, packed, from the forward pass of transformers with labels."""
-    found = []
+    logprobs = []
     for ids, mask in zip(data.sequences("input_ids"), data.sequences("loss_mask"), strict=True):
         prompt = int((~mask).sum())
         if prompt < len(ids):
-            found.append(own_logprobs(model, ids, prompt))
-    return torch.cat(found)
+            logprobs.append(own_logprobs(model, ids, prompt))
+    return torch.cat(logprobs)
 
 
 def negative_likelihood(out, part):

@@ -40,13 +40,13 @@ def own_inputs(model, ids, pixels, grids):
 
 def alone(model, data):
     """Return the log-probs of each sequence in a separate pass, by transformers."""
-    owners, found = data.group_index().tolist(), []
+    owners, logprobs = data.group_index().tolist(), []
     pixels, grids = data.sequences("pixel_values"), data.sequences("image_grid_thw")
     for owner, ids in zip(owners, data.sequences(), strict=True):
         model.model.rope_deltas = None
         logits = model(**own_inputs(model, ids, pixels[owner], grids[owner])).logits[0].log_softmax(-1)
-        found.append(torch.cat([logits.new_zeros(1), logits[:-1].gather(1, ids[1:, None])[:, 0]]))
-    return torch.cat(found)
+        logprobs.append(torch.cat([logits.new_zeros(1), logits[:-1].gather(1, ids[1:, None])[:, 0]]))
+    return torch.cat(logprobs)
 
 
 def scored(engine, data, **spec):
@@ -67,16 +67,16 @@ def test_positions_are_those_of_transformers(seed):
     generator = np.random.default_rng(seed)
     sizes = [tuple(generator.integers(1, 5, 2).tolist()) for _ in range(seed)]
     ids, (_, grids) = torch.tensor(random_prompt(sizes, generator)), random_images(sizes, seed)
-    found = place(ids.numpy(), grids.numpy(), IMAGE, MERGE)
+    placed = place(ids.numpy(), grids.numpy(), IMAGE, MERGE)
     if not sizes:
-        assert (found.positions_3L == np.arange(len(ids))).all()
-        assert found.next == len(ids)
+        assert (placed.positions_3L == np.arange(len(ids))).all()
+        assert placed.next == len(ids)
         return
     model = tiny_image_model()
     wanted, shift = model.model.get_rope_index(ids[None], (ids[None] == IMAGE).int(), image_grid_thw=grids)
-    assert (found.positions_3L == wanted[:, 0].numpy()).all()
-    assert found.next == len(ids) + int(shift)
-    assert found.features_L[found.features_L >= 0].tolist() == list(range(sum(h * w for h, w in sizes)))
+    assert (placed.positions_3L == wanted[:, 0].numpy()).all()
+    assert placed.next == len(ids) + int(shift)
+    assert placed.features_L[placed.features_L >= 0].tolist() == list(range(sum(h * w for h, w in sizes)))
 
 
 def test_too_few_image_tokens_are_an_error():
@@ -130,11 +130,11 @@ def test_greedy_tokens_are_those_of_transformers(family):
     out = tiny_image_engine(family).generate(prompts, config, seed=0)
     model = tiny_image_model(family, attention="eager")
     pixels, grids = prompts.sequences("pixel_values"), prompts.sequences("image_grid_thw")
-    for i, (ids, found) in enumerate(zip(prompts.sequences("prompt_ids"), out.sequences(), strict=True)):
+    for i, (ids, sampled) in enumerate(zip(prompts.sequences("prompt_ids"), out.sequences(), strict=True)):
         model.model.rope_deltas = None
         inputs = {**own_inputs(model, ids, pixels[i], grids[i]), "use_cache": True}
         wanted = model.generate(**inputs, max_new_tokens=8, min_new_tokens=8, do_sample=False)[0]
-        assert found.tolist() == wanted.tolist()
+        assert sampled.tolist() == wanted.tolist()
 
 
 def test_a_prompt_with_too_few_image_tokens_is_rejected():

@@ -73,8 +73,8 @@ def logits_of(module):
         return module.eval()(IDS).logits
 
 
-def assert_same(found, wanted):
-    assert (found - wanted).abs().max() <= 1e-5 * wanted.abs().max()
+def assert_same(actual, wanted):
+    assert (actual - wanted).abs().max() <= 1e-5 * wanted.abs().max()
 
 
 def merged(base, folder, kind=AutoModelForCausalLM):
@@ -87,9 +87,9 @@ def merged(base, folder, kind=AutoModelForCausalLM):
 def test_a_merged_model_has_the_logits_of_peft_also_when_it_is_read_again(tmp_path, kind, tied):
     base = save_tiny(tmp_path / "base", tie_word_embeddings=tied, num_hidden_layers=1)
     wanted = save_adapter(base, tmp_path / "adapter", LoraConfig(task_type="CAUSAL_LM", **KINDS[kind]))
-    found = merged(base, tmp_path / "adapter")
-    assert_same(logits_of(found), wanted)
-    found.save_pretrained(tmp_path / "merged")
+    model = merged(base, tmp_path / "adapter")
+    assert_same(logits_of(model), wanted)
+    model.save_pretrained(tmp_path / "merged")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
     assert_same(logits_of(again), wanted)
     same = torch.equal(again.lm_head.weight, again.model.embed_tokens.weight)
@@ -139,8 +139,8 @@ def test_a_family_that_cannot_untie_its_embeddings_is_refused_or_right(tmp_path,
         with pytest.raises(DataError, match="one weight in each model of the family 't5'"):
             merged(base, tmp_path / "adapter", AutoModelForSeq2SeqLM)
         return
-    found = merged(base, tmp_path / "adapter", AutoModelForSeq2SeqLM)
-    found.save_pretrained(tmp_path / "merged")
+    model = merged(base, tmp_path / "adapter", AutoModelForSeq2SeqLM)
+    model.save_pretrained(tmp_path / "merged")
     again = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).eval()
     with torch.no_grad():
         assert_same(again(IDS, decoder_input_ids=IDS).logits, wanted)
@@ -162,9 +162,9 @@ def test_embeddings_of_added_tokens_come_with_the_adapter(tmp_path, words, tied,
     config = LoraConfig(**LORA, **settings, task_type="CAUSAL_LM")
     wanted = save_adapter(base, tmp_path / "adapter", config, words=words)
     assert wanted.shape[-1] == words
-    found = merged(base, tmp_path / "adapter")
-    assert found.config.vocab_size == words
-    assert_same(logits_of(found), wanted)
+    model = merged(base, tmp_path / "adapter")
+    assert model.config.vocab_size == words
+    assert_same(logits_of(model), wanted)
 
 
 def drop(folder, end):

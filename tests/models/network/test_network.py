@@ -61,5 +61,5 @@ def test_a_response_with_another_token_and_settings_out_of_range_are_refused(fol
 def test_load_balancing_and_compiled_layers_rule_out_parallel_passes() -> None:
     plain, compiled = NetworkSettings(), NetworkSettings(torch_compile=TorchCompile.eager)
     assert plain.restrict(load_balancing=False) == plain
-    for found in (plain.restrict(load_balancing=True), compiled.restrict(load_balancing=False)):
-        assert found.parallel_passes is ParallelPasses.off
+    for restricted in (plain.restrict(load_balancing=True), compiled.restrict(load_balancing=False)):
+        assert restricted.parallel_passes is ParallelPasses.off

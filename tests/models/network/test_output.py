@@ -54,7 +54,7 @@ def test_the_divergence_compares_the_distributions_of_the_same_token(beta):
     own = dataclasses.replace(own, heads={"teacher": other.head})
     where_T = torch.tensor([1, 0, 1, 1, 0, 1, 0]).bool()
     states_TH = other.hidden_states(where_T=where_T).detach()
-    found = own.divergence("teacher", states_TH, beta=beta, temperature=0.7, where_T=where_T)
+    divergence_T = own.divergence("teacher", states_TH, beta=beta, temperature=0.7, where_T=where_T)
     logq_TV, logp_TV = ((x.logits / 0.7).log_softmax(-1).roll(1, 0) for x in (own, other))
     q_TV, p_TV = logq_TV.exp(), logp_TV.exp()
     logm_TV = (beta * p_TV + (1 - beta) * q_TV).log()
@@ -62,8 +62,8 @@ def test_the_divergence_compares_the_distributions_of_the_same_token(beta):
     mixed = beta * p_TV * (logp_TV - logm_TV) + (1 - beta) * q_TV * (logq_TV - logm_TV)
     want_T = torch.where(where_T, terms.get(beta, mixed).sum(-1), 0)
     want_T[0] = 0  # selected, but the first token of a sequence is not predicted
-    torch.testing.assert_close(found, want_T)
-    found.sum().backward()
+    torch.testing.assert_close(divergence_T, want_T)
+    divergence_T.sum().backward()
     used = own.hidden_TH.grad.abs().sum(-1) > 0
     assert used.tolist() == [False, True, True, False, True, False, False]
     with pytest.raises(ValueError, match=r"no head of role 'ref': the engine has those of \['teacher'\]"):

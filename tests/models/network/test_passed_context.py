@@ -26,7 +26,7 @@ def gradient(engine, data, spec):
 def test_the_gradient_of_packed_sequences_is_the_sum_of_those_alone(family):
     engine = engine_of(family, gradient_checkpointing=True)
     assert engine.network.abilities.unpacked is None
-    found = gradient(engine, DATA, MicroBatchSpec())
+    gradients = gradient(engine, DATA, MicroBatchSpec())
     parts = [gradient(engine, DATA.take_sequences([s]), MicroBatchSpec()) for s in range(DATA.n_sequences)]
-    for name, x in found.items():
+    for name, x in gradients.items():
         torch.testing.assert_close(x, sum(part[name] for part in parts), atol=2e-4, rtol=1e-3)

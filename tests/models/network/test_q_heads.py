@@ -75,12 +75,12 @@ def test_action_values_of_packed_sequences_equal_an_independent_pass_over_each(t
     for s, ids in enumerate(data.sequences()):
         states = states_of(ids)
         here, index = slice(cu[s], cu[s + 1]), ids[1:, None]
-        found = {f"q{k}": linear(head, states[:-1]).gather(1, index)[:, 0] for k, head in enumerate(heads.online)}
-        found["target"] = (
+        values = {f"q{k}": linear(head, states[:-1]).gather(1, index)[:, 0] for k, head in enumerate(heads.online)}
+        values["target"] = (
             torch.stack([linear(h, states[:-1]).gather(1, index)[:, 0] for h in heads.target]).min(0).values
         )
-        found["cql"] = sum(linear(h, states[:-1]).log_softmax(-1).gather(1, index)[:, 0] for h in heads.online)
-        for name, expected in found.items():
+        values["cql"] = sum(linear(h, states[:-1]).log_softmax(-1).gather(1, index)[:, 0] for h in heads.online)
+        for name, expected in values.items():
             expected = torch.where(mask_T[here][1:], expected, 0)
             torch.testing.assert_close(packed[name][here][1:], expected.detach(), atol=2e-5, rtol=1e-4)
             assert packed[name][here][0] == 0
@@ -111,8 +111,8 @@ def test_heads_and_targets_are_saved_and_restored(tmp_path):
     saved = load(tmp_path / "saved")
     other = load(tmp_path / "m")
     other.load_state_dict(copy.deepcopy(engine.state_dict()))
-    for found in (saved, other):
-        weights = found.weights()
+    for model in (saved, other):
+        weights = model.weights()
         assert all(torch.equal(x, weights[name]) for name, x in engine.weights().items())
     step(engine, seed=1)
     step(other, seed=1)

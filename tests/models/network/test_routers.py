@@ -40,7 +40,7 @@ def rollout(engine, config=REPLAY, data=None):
 
 
 def logprobs(engine, data, spec=ONE):
-    return engine.forward(data, spec, lambda output, mb: mb.with_tokens(found=output.logprobs()))["found"]
+    return engine.forward(data, spec, lambda output, mb: mb.with_tokens(rescored=output.logprobs()))["rescored"]
 
 
 def not_replayed(data):
@@ -100,7 +100,7 @@ class ForcedExperts(torch.nn.Module):
 
 def by_hand(engine, data):
     """Return log-probs, the gradient, and the fractions of changed choices, from transformers and `ForcedExperts`."""
-    model, found, changed = engine.module, [], []
+    model, logprobs, changed = engine.module, [], []
     use_attention(model, "eager")
     layers = model.model.layers
     experts = experts_per_token(data).split(data.lengths["input_ids"].flat.tolist())
@@ -113,10 +113,10 @@ def by_hand(engine, data):
         for layer, block in zip(layers, blocks, strict=True):
             layer.mlp = block
         scored = logits[:-1].log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
-        found.append(torch.cat([scored.new_zeros(1), scored]))
+        logprobs.append(torch.cat([scored.new_zeros(1), scored]))
         changed += list(zip(*logs, strict=True))
     use_attention(model, ATTENTION)
-    logprobs_T = torch.cat(found)
+    logprobs_T = torch.cat(logprobs)
     model.zero_grad()
     (nll_loss(logprobs_T, data["loss_mask"]).sum() / 30).backward()
     gradient = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
@@ -211,8 +211,8 @@ def test_changed_routers_replay_the_choices_with_weights_and_gradients_of_their_
     torch.testing.assert_close(logprobs(engine, out), want, atol=1e-5, rtol=1e-4)
     assert float((logprobs(engine, not_replayed(out)) - want).abs().max()) > 1e-2
     for spec in (ONE, MicroBatchSpec(n_microbatches=3)):
-        found, stats = train(engine, out, spec)
-        assert_same(found, gradient)
+        replayed, stats = train(engine, out, spec)
+        assert_same(replayed, gradient)
         assert [stats[name] for name in METRICS] == pytest.approx(changes)
         assert (stats["shared_tokens"] > 0) == ("shared_prompts" not in settings)
     routers = [x for name, x in gradient.items() if name.endswith("gate.weight")]
@@ -226,9 +226,9 @@ def test_prompts_are_shared_only_where_the_choices_of_all_responses_are_equal():
     other = out.lengths["input_ids"].starts[1] + 3  # the fourth prompt token of the second response
     experts[other, :2] = torch.tensor([3, 2]) if set(experts[other, :2].tolist()) != {2, 3} else torch.tensor([0, 1])
     changed = out.with_tokens(**{ROUTER_EXPERTS: experts})
-    found, stats = train(engine, changed)
+    shared, stats = train(engine, changed)
     alone, unshared = train(moe_engine(shared_prompts=SharedPrompts.off), changed)
-    assert_same(found, alone)
+    assert_same(shared, alone)
     assert 0 < stats["shared_tokens"] < train(moe_engine(), out)[1]["shared_tokens"]
     assert [stats[name] for name in METRICS] == pytest.approx([unshared[name] for name in METRICS])
 

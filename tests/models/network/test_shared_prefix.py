@@ -68,8 +68,8 @@ def test_a_layout_token_by_token(groups):
 @settings(deadline=None)
 def test_common_prefixes(groups):
     flat = np.array([x for group in groups for sequence in group for x in sequence], dtype=np.int64)
-    found = common_prefixes(flat, Lengths.of([[len(sequence) for sequence in group] for group in groups]))
-    for n, group in zip(found.tolist(), groups, strict=True):
+    prefixes = common_prefixes(flat, Lengths.of([[len(sequence) for sequence in group] for group in groups]))
+    for n, group in zip(prefixes.tolist(), groups, strict=True):
         columns = list(zip(*group, strict=False))
         same = [len(set(column)) == 1 for column in columns]
         assert n == (0 if len(group) < 2 else same.index(False) if False in same else len(same))
@@ -129,14 +129,14 @@ def outputs(engine, data, *, training=True):
 
 def both(read, data, shared, plain):
     """Return the numbers [N] that `read` computes from an output, and the gradient of their weighted sum."""
-    found = []
+    logprobs = []
     for engine in (shared, plain):
         out, saved = outputs(engine, data)
         assert saved == (SHARED if engine is shared else 0)
         x = read(out)
         (x * torch.linspace(-1, 1, x.numel()).view_as(x)).sum().backward()
-        found.append(x.detach())
-    torch.testing.assert_close(found[0], found[1], atol=1e-5, rtol=1e-5)
+        logprobs.append(x.detach())
+    torch.testing.assert_close(logprobs[0], logprobs[1], atol=1e-5, rtol=1e-5)
     assert_same_gradient(shared, plain)
 
 
@@ -177,7 +177,7 @@ def test_value_heads_and_their_branches(tmp_path, layers):
 @pytest.mark.parametrize(("family", "trains"), [("gemma2", TopLayers(1)), ("gpt2", Lora(rank=2))])
 def test_references(tmp_path, family, trains):
     folder = save_tiny(tmp_path / "m", family)
-    data, found = sample(), []
+    data, scored = sample(), []
 
     def keep(out, mb):
         return mb.with_tokens(logprobs=out.logprobs())
@@ -187,9 +187,9 @@ def test_references(tmp_path, family, trains):
         view = SharedModel("actor", branch="reference").load("ref", seed=0, loaded={"actor": model})
         stats = train(model.engine, data)[0]
         assert stats["shared_tokens"] == (SHARED if how is SharedPrompts.auto else 0)
-        found.append([engine.forward(data, ONE, keep)["logprobs"] for engine in (view.engine, model.engine)])
-    assert not torch.allclose(found[0][0], found[0][1], atol=1e-4)
-    torch.testing.assert_close(found[0], found[1], atol=2e-5, rtol=1e-5)
+        scored.append([engine.forward(data, ONE, keep)["logprobs"] for engine in (view.engine, model.engine)])
+    assert not torch.allclose(scored[0][0], scored[0][1], atol=1e-4)
+    torch.testing.assert_close(scored[0], scored[1], atol=2e-5, rtol=1e-5)
 
 
 def likelihood(out, mb):

@@ -24,8 +24,8 @@ def tree(step, round_=0):
     return {"step": step, "round": round_, "x": torch.full((1000,), float(step)), "y": torch.arange(step)}
 
 
-def is_whole(found, round_=None):
-    checkpoint, read = found
+def is_whole(newest_one, round_=None):
+    checkpoint, read = newest_one
     expected = tree(checkpoint.step, read["round"] if round_ is None else round_)
     return list(read) == list(expected) and all(
         torch.equal(read[key], value) if isinstance(value, torch.Tensor) else read[key] == value
@@ -92,10 +92,10 @@ def every_point(folder):
 
                 killed = os.waitpid(child(work), 0)[1] == signal.SIGKILL
                 warnings = []
-                found = newest(folder, warnings.append)
+                newest_one = newest(folder, warnings.append)
                 record = {"before": before, "step": step, "keep": keep, "warnings": warnings, "killed": killed}
-                record["newest"] = found[0].step if found else None
-                record["whole"] = found is None or is_whole(found)
+                record["newest"] = newest_one[0].step if newest_one else None
+                record["whole"] = newest_one is None or is_whole(newest_one)
                 writer = CheckpointWriter(folder, keep)
                 record["after_start"] = [c.step for c in list_checkpoints(folder)]
                 writer.write(9, tree(9))
@@ -119,9 +119,9 @@ def at_random(folder, count):
         reads, writes = os.pipe()
 
         def work(writes=writes):
-            found = newest(folder, print)
+            newest_one = newest(folder, print)
             writer = CheckpointWriter(folder, keep=2)
-            for step in range(found[0].step + 1 if found else 1, 10**6):
+            for step in range(newest_one[0].step + 1 if newest_one else 1, 10**6):
                 writer.write(step, tree(step))
                 if step % 3 == 0:
                     writer.close()
@@ -136,12 +136,12 @@ def at_random(folder, count):
         with os.fdopen(reads, "rb") as pipe:
             told = first + pipe.read()
         warnings = []
-        found = newest(folder, warnings.append)
+        newest_one = newest(folder, warnings.append)
         seen.append(
             {
                 "told": int.from_bytes(told[-4:], "big"),
-                "newest": found[0].step if found else 0,
-                "whole": found is None or is_whole(found, 0),
+                "newest": newest_one[0].step if newest_one else 0,
+                "whole": newest_one is None or is_whole(newest_one, 0),
                 "warnings": warnings,
                 "leftovers": sum(path.name.startswith(".") for path in folder.iterdir()) if folder.exists() else 0,
             }

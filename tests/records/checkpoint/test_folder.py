@@ -40,9 +40,9 @@ def test_the_newest_is_the_one_of_the_latest_step(tmp_path):
     assert newest(tmp_path / "none", refuse) is None
     written(tmp_path, 20, 3, 1000000)
     assert [c.step for c in list_checkpoints(tmp_path)] == [3, 20, 1000000]
-    checkpoint, found = newest(tmp_path, refuse)
+    checkpoint, tree = newest(tmp_path, refuse)
     assert checkpoint.step == 1000000
-    assert is_tree(found, 1000000)
+    assert is_tree(tree, 1000000)
 
 
 def truncate(path):
@@ -76,9 +76,9 @@ def test_a_damaged_file_is_named_and_its_checkpoint_skipped(tmp_path, name, dama
     with pytest.raises(CorruptCheckpoint, match=f"step_000006/{name}: "):
         last.read()
     told = []
-    checkpoint, found = newest(tmp_path, told.append)
+    checkpoint, tree = newest(tmp_path, told.append)
     assert checkpoint.step == 5
-    assert is_tree(found, 5)
+    assert is_tree(tree, 5)
     assert len(told) == 1
     assert re.search(f"step 6 cannot be read .*step_000006/{name}: ", told[0])
 
@@ -256,6 +256,8 @@ def test_the_manifest_says_what_there_is(tmp_path):
     assert digest == canonical
     assert (manifest["format"], manifest["step"]) == (1, 7)
     for name, facts in manifest["files"].items():
-        found = subprocess.run(["sha256sum", checkpoint.path / name], capture_output=True, check=True).stdout.decode()
-        assert facts == {"sha256": found.split()[0], "bytes": (checkpoint.path / name).stat().st_size}
+        checksum = subprocess.run(
+            ["sha256sum", checkpoint.path / name], capture_output=True, check=True
+        ).stdout.decode()
+        assert facts == {"sha256": checksum.split()[0], "bytes": (checkpoint.path / name).stat().st_size}
     assert sorted(manifest["files"]) == FILES[1:]

@@ -20,8 +20,8 @@ def checkpointed(run, step):
 def test_failures_at_the_same_step_are_counted_and_progress_starts_the_count_again(tmp_path):
     assert [record_end(tmp_path, 75, "disk full").count for _ in range(3)] == [1, 2, 3]
     checkpointed(tmp_path, 10)
-    found = record_end(tmp_path, 75, "disk full")
-    assert (found.step, found.count) == (10, 1)
+    failure = record_end(tmp_path, 75, "disk full")
+    assert (failure.step, failure.count) == (10, 1)
     assert record_end(tmp_path, 75, "disk full").count == 2
 
 
@@ -57,10 +57,10 @@ def test_the_file_contains_step_time_exit_code_message_count_and_attempt(tmp_pat
     checkpointed(tmp_path, 5)
     failure = record_end(tmp_path, 75, 'the judge at "http://x" does not answer: \ud800', "a1")
     assert last_failure(tmp_path) == failure
-    found = json.loads((tmp_path / NAME).read_text())
-    assert datetime.fromisoformat(found.pop("time")).utcoffset() == timedelta(0)
+    written = json.loads((tmp_path / NAME).read_text())
+    assert datetime.fromisoformat(written.pop("time")).utcoffset() == timedelta(0)
     message = 'the judge at "http://x" does not answer: \ud800'
-    assert found == {"step": 5, "exit_code": 75, "message": message, "count": 1, "attempt": "a1"}
+    assert written == {"step": 5, "exit_code": 75, "message": message, "count": 1, "attempt": "a1"}
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_file()) == [FILES, NAME]
 
 

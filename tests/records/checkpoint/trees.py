@@ -14,13 +14,13 @@ def tree(step):
     return {"step": step, "nan": float("nan"), "moments": {0: torch.full((64,), step / 3)}, "state": (3, [1, None])}
 
 
-def is_tree(found, step):
+def is_tree(tree, step):
     return (
-        found["step"] == step
-        and found["nan"] != found["nan"]
-        and torch.equal(found["moments"][0], torch.full((64,), step / 3))
-        and found["state"] == (3, [1, None])
-        and set(found) == {"step", "nan", "moments", "state"}
+        tree["step"] == step
+        and tree["nan"] != tree["nan"]
+        and torch.equal(tree["moments"][0], torch.full((64,), step / 3))
+        and tree["state"] == (3, [1, None])
+        and set(tree) == {"step", "nan", "moments", "state"}
     )
 
 

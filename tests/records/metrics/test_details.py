@@ -58,9 +58,9 @@ def test_a_record_has_the_values_of_the_batch_and_of_the_loss_at_each_token():
 
 def test_the_numbers_of_prompts_responses_and_tokens_are_limited():
     batch = random_batch()
-    found = token_records(batch, (), RecordSpec(token_prompts=2, token_responses=1, token_limit=3), decode)
-    assert [one["id"] for one in found] == list(batch.ids[:2])
-    assert all(len(one["tokens"]) == len(one["logprobs"]) == min(3, one["length"]) for one in found)
+    records = token_records(batch, (), RecordSpec(token_prompts=2, token_responses=1, token_limit=3), decode)
+    assert [one["id"] for one in records] == list(batch.ids[:2])
+    assert all(len(one["tokens"]) == len(one["logprobs"]) == min(3, one["length"]) for one in records)
     assert token_records(batch, (), RecordSpec(token_prompts=0), decode) == []
     assert token_records(batch.select(["input_ids"]), (), RecordSpec(), decode) == []
 
@@ -71,8 +71,8 @@ def test_a_character_of_several_tokens_belongs_to_its_first_token():
     def of_bytes(ids, skip_special_tokens=True):
         return bytes(ids).decode(errors="replace")
 
-    found = pieces(list(data), of_bytes)
-    assert found == ["a", " ", "é", "", "€", "", "", "b"]
+    texts = pieces(list(data), of_bytes)
+    assert texts == ["a", " ", "é", "", "€", "", "", "b"]
     assert "".join(pieces([0xFF, 0x61], of_bytes)) == "\ufffda"
 
 
@@ -101,12 +101,12 @@ def test_the_first_step_and_every_nth_one_are_recorded(tmp_path):
 
 def test_a_recorded_token_has_ratio_and_advantage_of_the_loss(tmp_path):
     out = run(experiment(tmp_path, records=EVERY)).output_dir
-    found = lines(out, "tokens")[0]
-    places = [i for i, trained in enumerate(found["mask"]) if trained]
+    record = lines(out, "tokens")[0]
+    places = [i for i, trained in enumerate(record["mask"]) if trained]
     assert places
     for name in ("logprobs", "trainer_logprobs", "ratio", "entropy", "advantages", "versions"):
-        assert all(found[name][i] is not None for i in places), name
-    assert all(found["ratio"][i] == pytest.approx(1, abs=1e-4) for i in places)  # before the first update
+        assert all(record[name][i] is not None for i in places), name
+    assert all(record["ratio"][i] == pytest.approx(1, abs=1e-4) for i in places)  # before the first update
 
 
 @dataclass
@@ -141,16 +141,16 @@ def test_the_tokens_and_the_trace_of_a_record_belong_to_one_response_whatever_is
     records = RecordSpec(every_steps=1, token_prompts=8, token_responses=6)
     changes = {"interfaces": {"actor": actor, "reward": reward}, "records": records, "evaluation": None, **outside}
     out = run(experiment(tmp_path, steps=1, models={"actor": BigramModel(lr=1e-6)}, **changes)).output_dir
-    found = lines(out, "tokens")
-    for one in found:
+    token_rows = lines(out, "tokens")
+    for one in token_rows:
         trained = [i for i, mask in enumerate(one["mask"]) if mask and "ratio" in one]
         # nothing was updated yet, so the trainer has the sampler's log-probs if the trace is that of these tokens
         assert [one["trainer_logprobs"][i] for i in trained] == pytest.approx([one["logprobs"][i] for i in trained])
-    trains = {(one["id"], one["response"]) for one in found if "ratio" in one}
-    left_out = {(one["id"], one["response"]) for one in found} - trains
+    trains = {(one["id"], one["response"]) for one in token_rows if "ratio" in one}
+    left_out = {(one["id"], one["response"]) for one in token_rows} - trains
     assert any((prompt, later) in trains for prompt, response in left_out for later in range(response + 1, 6))
     samples = {(one["id"], one["response_index"]): one["response"] for one in lines(out, "samples")}
-    for one in found:
+    for one in token_rows:
         if (text := samples.get((one["id"], one["response"]))) is not None:
             given = one["given"].count(1)
             assert text == " ".join(map(str, one["tokens"][given:]))
@@ -220,15 +220,15 @@ def test_spans_of_several_threads_are_sorted_by_their_start():
         thread = threading.Thread(target=work, name="helper")
         thread.start()
         thread.join()
-    found = spans.take()
-    assert [(one["name"], one["thread"]) for one in found] == [("outer", "MainThread"), ("inner", "helper")]
+    timed = spans.take()
+    assert [(one["name"], one["thread"]) for one in timed] == [("outer", "MainThread"), ("inner", "helper")]
     assert spans.take() == []
 
 
 def test_a_sample_of_the_load_has_cpu_and_memory():
     with SystemMonitor(None) as monitor:
-        found = monitor.sample()
-    assert found["process_cpu"] >= 0
-    assert found["process_memory_gib"] > 0
-    assert found["cpu_cores"] >= 1
+        load = monitor.sample()
+    assert load["process_cpu"] >= 0
+    assert load["process_memory_gib"] > 0
+    assert load["cpu_cores"] >= 1
     assert monitor.take() == []

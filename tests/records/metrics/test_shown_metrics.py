@@ -114,14 +114,14 @@ def test_every_trained_role_has_a_place_on_the_progress_line_and_in_the_summary(
     assert "critic/explained_variance 1" in line
     assert line.index("reward 1") < line.index("critic/")
     evaluated = {f"eval/{name}": 0.5 for name in "abcdefgh"}
-    found = metric_summaries([{"step": 1, **metrics, **evaluated}], shown)
-    assert [one.name for one in found][-2:] == ["reward", "critic/explained_variance"]
+    summaries = metric_summaries([{"step": 1, **metrics, **evaluated}], shown)
+    assert [one.name for one in summaries][-2:] == ["reward", "critic/explained_variance"]
 
 
 def test_held_out_values_stand_beside_their_metric_or_in_a_chart_of_their_own():
     charts = (Panel("both", {"a": "first", "b": "second"}), Panel("one", {"c": "training batch", "eval/c": "mine"}))
-    found = with_held_out(charts, ["a", "eval/a", "eval/c", "eval/d", "eval/mean@4", "eval/hard/mean@4", "step"])
-    assert [(chart.title, dict(chart.metrics)) for chart in found] == [
+    shown = with_held_out(charts, ["a", "eval/a", "eval/c", "eval/d", "eval/mean@4", "eval/hard/mean@4", "step"])
+    assert [(chart.title, dict(chart.metrics)) for chart in shown] == [
         ("both", {"a": "first", "b": "second", "eval/a": "first, held out"}),
         ("one", {"c": "training batch", "eval/c": "mine"}),
         ("other held-out metrics", {"eval/d": "d"}),

@@ -28,12 +28,12 @@ SUMMARY = RunSummary(
 
 
 def test_evaluations_come_first_with_their_best_value_and_general_metrics_are_left_out():
-    found = metric_summaries(HISTORY, ("reward", "eval/reward", "grad_norm"))
-    assert [one.name for one in found] == ["eval/reward", "eval/nll", "eval/length", "reward"]
-    assert found[0] == MetricSummary("eval/reward", 0.1, 0, 0.4, 3, 0.5, 2)
-    assert (found[1].best, found[1].best_step) == (2.0, 2)
-    assert found[2].best is None  # it is unknown which lengths are better
-    assert found[3].best is None  # a single training batch is noisy
+    summaries = metric_summaries(HISTORY, ("reward", "eval/reward", "grad_norm"))
+    assert [one.name for one in summaries] == ["eval/reward", "eval/nll", "eval/length", "reward"]
+    assert summaries[0] == MetricSummary("eval/reward", 0.1, 0, 0.4, 3, 0.5, 2)
+    assert (summaries[1].best, summaries[1].best_step) == (2.0, 2)
+    assert summaries[2].best is None  # it is unknown which lengths are better
+    assert summaries[3].best is None  # a single training batch is noisy
 
 
 def test_save_best_decides_the_direction():
@@ -71,9 +71,9 @@ def test_details_of_evaluations_are_left_out():
 
 def test_the_file_is_json_without_nan(tmp_path):
     SUMMARY.write(tmp_path)
-    found = json.loads((tmp_path / "summary.json").read_text(encoding="utf-8"), parse_constant=pytest.fail)
-    assert (found["status"], found["step"]) == ("stopped", 3)
-    assert found["metrics"][1]["last"] is None
+    summary = json.loads((tmp_path / "summary.json").read_text(encoding="utf-8"), parse_constant=pytest.fail)
+    assert (summary["status"], summary["step"]) == ("stopped", 3)
+    assert summary["metrics"][1]["last"] is None
 
 
 def test_a_completed_run_has_no_status_in_its_title():

@@ -192,8 +192,8 @@ class Board:
     def search_runs(self, experiments, query, max_results):
         tag, _, value = query.partition(" = ")
         assert tag == "tags.realign_run"
-        found = [run for run, of in self.tags.items() if repr(of) == value]
-        return [SimpleNamespace(info=SimpleNamespace(run_id=run)) for run in found]
+        runs = [run for run, of in self.tags.items() if repr(of) == value]
+        return [SimpleNamespace(info=SimpleNamespace(run_id=run)) for run in runs]
 
     def create_run(self, experiment, run_name, tags):
         run = self.init().current

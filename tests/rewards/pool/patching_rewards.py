@@ -10,7 +10,7 @@ def patches(prompt, response, row):
     value = eval(row["value"])
     match row["target"]:
         case "as_answer":
-            worker.as_answer = lambda found, expected: value
+            worker.as_answer = lambda given, expected: value
         case "answer":
             worker.answer = lambda function, item: value
         case "_answer_in_turn":

@@ -165,9 +165,9 @@ def test_a_column_that_is_missing_is_named_with_those_that_exist():
         "(prompt, completion, info). Did you mean 'solutions'?"
     )
     assert binding.describe_missing([{"solution": 1, "question": 2}]) == ""
-    found = answers(lambda response, answer: float(response == answer), [{"answer": "4"}, {}], ["4", "4"])
-    assert found.values == [1.0, None]
-    assert "asks for 'answer', which is no column. Columns: none" in found.failures[0].message
+    scores = answers(lambda response, answer: float(response == answer), [{"answer": "4"}, {}], ["4", "4"])
+    assert scores.values == [1.0, None]
+    assert "asks for 'answer', which is no column. Columns: none" in scores.failures[0].message
 
 
 def test_cells_of_another_type_reach_the_function_and_do_not_stop_the_run():
@@ -273,9 +273,9 @@ class Decorated:
 )
 def test_every_kind_of_function_and_of_result_is_scored(function):
     rows = [{"answer": "4", "label": "4"}, {"answer": "5", "label": "5"}]
-    found = answers(function, [rows[0], rows[0], rows[1]], ["4", "x", "5"], [0, 0, 1])
-    assert found.failures == []
-    assert [value or 0.0 for value in found.values] == [1.0, 0.0, 1.0]
+    scores = answers(function, [rows[0], rows[0], rows[1]], ["4", "x", "5"], [0, 0, 1])
+    assert scores.failures == []
+    assert [value or 0.0 for value in scores.values] == [1.0, 0.0, 1.0]
 
 
 def test_what_partial_has_set_stays_although_the_row_has_such_a_column():
@@ -290,8 +290,8 @@ def test_a_mapping_without_the_key_of_its_tool_is_nonsense():
 
 
 def test_a_worker_gets_the_same_arguments():
-    found = answers(f"{__file__}:verl_like", [VERL, VERL], ["4", "5"], workers=1)
-    assert found.values == [1.0, 0.5]
+    scores = answers(f"{__file__}:verl_like", [VERL, VERL], ["4", "5"], workers=1)
+    assert scores.values == [1.0, 0.5]
 
 
 def verl_like(data_source, solution_str, ground_truth, extra_info=None):

@@ -156,10 +156,10 @@ def test_the_names_of_the_arguments_declare_the_scope():
 
 
 def test_a_group_function_sees_all_responses_to_a_prompt_and_may_leave_some_without_reward():
-    found = score("above_the_shortest")
-    assert found.values == [1.0, None, 3.0, 0.0, 0.0, 3.0]
-    assert found.failures == []
-    assert found.abstained == 1
+    scores = score("above_the_shortest")
+    assert scores.values == [1.0, None, 3.0, 0.0, 0.0, 3.0]
+    assert scores.failures == []
+    assert scores.abstained == 1
 
 
 def test_without_groups_each_response_is_compared_with_itself():
@@ -169,16 +169,16 @@ def test_without_groups_each_response_is_compared_with_itself():
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_failed_call_fails_each_response_of_its_group_and_no_other(workers):
-    found = score("fails_on_b", workers=workers)
-    assert found.values == [1.0, 1.0, 1.0, None, 1.0, 1.0]
-    assert [(f.index, f.kind) for f in found.failures] == [(3, FailureKind.exception)]
+    scores = score("fails_on_b", workers=workers)
+    assert scores.values == [1.0, 1.0, 1.0, None, 1.0, 1.0]
+    assert [(f.index, f.kind) for f in scores.failures] == [(3, FailureKind.exception)]
 
 
 def test_a_list_of_another_length_is_nonsense():
-    found = score("too_few")
-    assert found.values == [None, None, None, 1.0, None, None]
-    assert {f.kind for f in found.failures} == {FailureKind.nonsense}
-    assert "expected a list of 3 numbers or None (one per response in the same order)" in found.failures[0].message
+    scores = score("too_few")
+    assert scores.values == [None, None, None, 1.0, None, None]
+    assert {f.kind for f in scores.failures} == {FailureKind.nonsense}
+    assert "expected a list of 3 numbers or None (one per response in the same order)" in scores.failures[0].message
 
 
 def test_the_failed_fraction_counts_responses():
@@ -215,10 +215,10 @@ def test_every_failure_of_a_concurrent_call_stays_alone(workers):
     for index, (what, _) in bad.items():
         rows[index] = {"do": what}
     with pool("behaves", workers=workers, timeout_s=2.0) as rewards:
-        found = rewards.score(["p"] * 40, ["r"] * 40, rows)
-    assert {f.index: f.kind for f in found.failures} == {i: kind for i, (_, kind) in bad.items()}
-    assert found.values == [None if i in bad else float(i) for i in range(40)]
-    message = {f.index: f.message for f in found.failures}
+        scores = rewards.score(["p"] * 40, ["r"] * 40, rows)
+    assert {f.index: f.kind for f in scores.failures} == {i: kind for i, (_, kind) in bad.items()}
+    assert scores.values == [None if i in bad else float(i) for i in range(40)]
+    message = {f.index: f.message for f in scores.failures}
     assert "no answer within timeout_s=2.0 s; the call was canceled" in message[5]
     assert "TimeoutError: of the function" in message[9]
 
@@ -227,9 +227,9 @@ def test_a_call_that_blocks_the_event_loop_or_ends_the_process_fails_alone(monke
     monkeypatch.setattr(processes, "_GRACE_S", 0.5)
     rows = [{"value": 1.0}, {"do": "block"}, {"value": 2.0}, {"do": "os_exit"}, {"value": 3.0}]
     with pool("behaves", workers=1, timeout_s=2.0) as rewards:
-        found = rewards.score(["p"] * 5, ["r"] * 5, rows)
-    assert found.values == [1.0, None, 2.0, None, 3.0]
-    assert [f.kind for f in found.failures] == [FailureKind.timeout, FailureKind.crash]
+        scores = rewards.score(["p"] * 5, ["r"] * 5, rows)
+    assert scores.values == [1.0, None, 2.0, None, 3.0]
+    assert [f.kind for f in scores.failures] == [FailureKind.timeout, FailureKind.crash]
 
 
 @pytest.mark.parametrize("workers", [0, 1])

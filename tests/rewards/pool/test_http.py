@@ -122,9 +122,9 @@ def test_trap_c12_a_failing_request_leaves_its_response_without_reward_and_the_o
     with server(answer) as (url, _):
         pool = RewardPool(url, workers=2, timeout_s=20, memory_mb=None, max_failed_fraction=0.5)
         with pool:
-            found = pool.score(["", "", ""], ["a", "b", "c"], [{}, {}, {"x": 1}])
-    assert found.values == [0.0, None, 1.0]
-    assert [(f.index, "status 500" in f.message) for f in found.failures] == [(1, True)]
+            scores = pool.score(["", "", ""], ["a", "b", "c"], [{}, {}, {"x": 1}])
+    assert scores.values == [0.0, None, 1.0]
+    assert [(f.index, "status 500" in f.message) for f in scores.failures] == [(1, True)]
 
 
 def test_a_server_that_is_not_there_is_said_before_anything_is_asked():
@@ -166,9 +166,9 @@ def test_a_server_that_restarts_costs_no_reward(caplog):
         return 200 if up else 503, {"reward": float(request["response"])}
 
     with caplog.at_level(logging.WARNING), server(answer) as (url, _):
-        found = ask(url, [str(i) for i in range(6)])
-    assert found.values == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
-    assert found.failures == []
+        scores = ask(url, [str(i) for i in range(6)])
+    assert scores.values == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    assert scores.failures == []
     assert caplog.text.count("Unanswered items are retried for up to patience_s=20 s") == 1
 
 
@@ -195,9 +195,9 @@ def test_a_response_that_alone_gets_no_answer_fails_alone_when_patience_is_over(
         return (502, b"") if request["response"] == "b" else (200, {"reward": 1})
 
     with server(answer) as (url, _):
-        found = ask(url, ["a", "b", "c", "d"], timeout_s=20.0, patience_s=0.3)
-    assert found.values == [1.0, None, 1.0, 1.0]
-    assert [(f.index, f.kind, "502" in f.message) for f in found.failures] == [(1, FailureKind.unreachable, True)]
+        scores = ask(url, ["a", "b", "c", "d"], timeout_s=20.0, patience_s=0.3)
+    assert scores.values == [1.0, None, 1.0, 1.0]
+    assert [(f.index, f.kind, "502" in f.message) for f in scores.failures] == [(1, FailureKind.unreachable, True)]
 
 
 def test_a_server_that_accepts_and_stays_silent_is_no_answer():
@@ -279,8 +279,8 @@ def test_text_of_the_server_is_escaped_and_hides_credentials():
 @pytest.mark.parametrize("line", [b"\x1b[2J\x1b]0;pwn\x07", b"HTTP/9 \x9b2J", b"HTTP/1.1 200\x1b OK", b"\xe2\x80\xae"])
 def test_a_status_line_of_any_bytes_reaches_no_message_unescaped(line):
     with raw_server(line + b"\r\n\r\n") as (url, _):
-        found = ask(url, ["a"], timeout_s=0.2, patience_s=0.0, max_failed_fraction=1.0)
-    assert found.failures[0].message.replace("\n", "").isprintable()
+        scores = ask(url, ["a"], timeout_s=0.2, patience_s=0.0, max_failed_fraction=1.0)
+    assert scores.failures[0].message.replace("\n", "").isprintable()
 
 
 CREDENTIALS = [
@@ -325,11 +325,11 @@ def test_a_secret_of_the_environment_reaches_the_server_only_if_it_is_allowed_by
     assert SECRET not in str(caught.value)
     monkeypatch.setenv("REALIGN_URL_VARIABLES", "OTHER, JUDGE_TOKEN")
     with raw_server(b"HTTP/1.1 404 no ju/dge s3cret\r\n\r\n") as (url, got):
-        found = ask(f"{url}/{name}", ["a"], workers=1, timeout_s=20.0, max_failed_fraction=1.0)
+        scores = ask(f"{url}/{name}", ["a"], workers=1, timeout_s=20.0, max_failed_fraction=1.0)
     assert got == ["POST /score?token=ju%2Fdge%20s3cret HTTP/1.1"]
-    assert "status 404 no ***" in found.failures[0].message
+    assert "status 404 no ***" in scores.failures[0].message
     function = load_function(f"http://127.0.0.1:1/{name}")
-    for text in (repr(function), found.failures[0].message):
+    for text in (repr(function), scores.failures[0].message):
         assert "s3cret" not in text
         assert "${oc.env:JUDGE_TOKEN}" in text
 
@@ -437,10 +437,10 @@ def test_no_answer_of_a_bad_server_gives_a_reward(monkeypatch, kind):
         return worker_answer(kind(url, within_s=3.0), RewardCall(arguments, {}, expected))
 
     with bad_server(answered_with) as url, ThreadPoolExecutor(len(bad) + len(values)) as threads:
-        found = dict(zip([*bad, *values], threads.map(asked, [*bad, *values]), strict=True))
-    problems = {name: answer for name, answer in found.items() if isinstance(answer, Problem)}
-    assert found.keys() - problems.keys() == {name for name, value in values.items() if value is not None}
-    assert all(found[name] == value for name, value in values.items() if value is not None)
+        answers = dict(zip([*bad, *values], threads.map(asked, [*bad, *values]), strict=True))
+    problems = {name: answer for name, answer in answers.items() if isinstance(answer, Problem)}
+    assert answers.keys() - problems.keys() == {name for name, value in values.items() if value is not None}
+    assert all(answers[name] == value for name, value in values.items() if value is not None)
     assert {name for name, problem in problems.items() if problem.kind is FailureKind.unreachable} == {
         *("nothing", "half a status", "half a body", "half a chunk", "no chunk", "status 503", "status 429, for a day"),
         *("endless headers", "an endless header", "a dripping body", "silence"),

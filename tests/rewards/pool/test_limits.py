@@ -80,17 +80,17 @@ def test_programs_of_a_model_inherit_no_secret_even_in_this_process(monkeypatch)
 @POSIX
 def test_a_call_that_uses_too_much_cpu_time_fails_alone():
     rows = [{"burn": False}, {"burn": True}, {"burn": False}]
-    found = score("burns", rows, cpu_s=1.0)
-    assert found.values == [1.0, None, 1.0]
-    assert [f.kind for f in found.failures] == [FailureKind.crash]
-    assert "SIGXCPU): the call used more CPU time than cpu_s" in found.failures[0].message
+    scores = score("burns", rows, cpu_s=1.0)
+    assert scores.values == [1.0, None, 1.0]
+    assert [f.kind for f in scores.failures] == [FailureKind.crash]
+    assert "SIGXCPU): the call used more CPU time than cpu_s" in scores.failures[0].message
 
 
 @POSIX
 def test_a_call_that_opens_too_many_files_fails_alone():
-    found = score("opens", [{"n": 10}, {"n": 100}, {"n": 10}], open_files=64)
-    assert found.values == [10.0, None, 10.0]
-    assert "Too many open files" in found.failures[0].message
+    scores = score("opens", [{"n": 10}, {"n": 100}, {"n": 10}], open_files=64)
+    assert scores.values == [10.0, None, 10.0]
+    assert "Too many open files" in scores.failures[0].message
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory limits are read through /proc")

@@ -205,9 +205,9 @@ def test_none_is_an_abstention_not_a_failure():
     ],
 )
 def test_numbers_of_every_make_are_accepted(value, expected):
-    found = answer(lambda prompt, response, row: value, RewardCall(("", "", {}), {}))
-    assert type(found) is float
-    assert found == expected
+    value_read = answer(lambda prompt, response, row: value, RewardCall(("", "", {}), {}))
+    assert type(value_read) is float
+    assert value_read == expected
 
 
 @pytest.mark.parametrize(
@@ -218,10 +218,10 @@ def test_numbers_of_every_make_are_accepted(value, expected):
     ],
 )
 def test_what_is_not_a_number_is_nonsense(value):
-    found = answer(lambda prompt, response, row: value, RewardCall(("", "", {}), {}))
-    assert isinstance(found, Problem)
-    assert found.kind == FailureKind.nonsense
-    assert "returned" in found.message
+    problem = answer(lambda prompt, response, row: value, RewardCall(("", "", {}), {}))
+    assert isinstance(problem, Problem)
+    assert problem.kind == FailureKind.nonsense
+    assert "returned" in problem.message
 
 
 def test_nonsense_comes_back_from_a_worker():
@@ -237,9 +237,9 @@ def test_trap_c13_integers_and_low_precision_scalars_arrive_exactly():
     with RewardPool(
         lambda prompt, response, row: row["value"], workers=0, timeout_s=1, memory_mb=None, max_failed_fraction=0
     ) as pool:
-        found = score(pool, [{"value": s} for s in scores]).values
-    assert found == [1.0, 1.0, 1.0, 1.0078125, 2.0, 0.0999755859375]
-    assert all(type(value) is float for value in found)
+        values = score(pool, [{"value": s} for s in scores]).values
+    assert values == [1.0, 1.0, 1.0, 1.0078125, 2.0, 0.0999755859375]
+    assert all(type(value) is float for value in values)
 
 
 def test_a_worker_imports_only_what_the_function_needs():

@@ -28,15 +28,15 @@ ANYTHING = {
 
 
 def forged(**fields):
-    found = object.__new__(Problem)
-    found.__dict__.update(fields)
-    return found
+    problem = object.__new__(Problem)
+    problem.__dict__.update(fields)
+    return problem
 
 
 @pytest.mark.parametrize("value", ANYTHING.values(), ids=ANYTHING)
 def test_a_value_that_is_no_finite_float_is_a_failure(value):
-    for expected, found in (([ONE], [value]), ([Expected(2)], [[0.0, value]])):
-        (answer,) = check_answers(found, expected)
+    for expected, answers in (([ONE], [value]), ([Expected(2)], [[0.0, value]])):
+        (answer,) = check_answers(answers, expected)
         assert type(answer) is Problem
         assert answer.kind is FailureKind.nonsense
 
@@ -47,9 +47,9 @@ def test_dense_rewards_of_another_length_or_type_are_a_failure(value):
     assert answer.kind is FailureKind.nonsense
 
 
-@pytest.mark.parametrize("found", [None, (), [], (1.0,), {0: 1.0}, "ab", [1.0, 1.0, 1.0], 1.0])
-def test_a_chunk_without_a_list_of_answers_has_none(found):
-    assert check_answers(found, [ONE, ONE]) is None
+@pytest.mark.parametrize("answers", [None, (), [], (1.0,), {0: 1.0}, "ab", [1.0, 1.0, 1.0], 1.0])
+def test_a_chunk_without_a_list_of_answers_has_none(answers):
+    assert check_answers(answers, [ONE, ONE]) is None
 
 
 def test_valid_answers_pass():
@@ -84,8 +84,8 @@ def test_no_failure_contains_a_character_that_changes_the_terminal():
 def test_text_of_a_reward_function_reaches_the_log_escaped(do, workers, caplog):
     text = "a\x1b[2J\x1b]0;t\x07\u202eb\u2028c\x9b"
     with pool("speaks", workers=workers) as rewards:
-        found = rewards.score(["p"], ["r"], [{"do": do, "text": text}])
-    shown = found.failures[0].message + caplog.text
+        scores = rewards.score(["p"], ["r"], [{"do": do, "text": text}])
+    shown = scores.failures[0].message + caplog.text
     assert "\\x1b]0;t\\x07" in shown.replace("\\\\", "\\")
     assert all(c.isprintable() or c in "\n\t" for c in shown)
 
@@ -105,9 +105,9 @@ def pool(name, workers=1):
 @pytest.mark.parametrize("value", ["'pwn'", "float('nan')", "[1.0]", "float('inf')", "10 ** 400", "{}"])
 def test_a_worker_whose_code_the_function_changed_gets_no_other_value_through(target, value):
     with pool("patches") as rewards:
-        found = rewards.score(["p"] * 2, ["r"] * 2, [{"target": target, "value": value}] * 2)
-    assert found.values == [None, None]
-    assert {f.kind for f in found.failures} == {FailureKind.nonsense}
+        scores = rewards.score(["p"] * 2, ["r"] * 2, [{"target": target, "value": value}] * 2)
+    assert scores.values == [None, None]
+    assert {f.kind for f in scores.failures} == {FailureKind.nonsense}
 
 
 def test_a_worker_that_always_says_that_it_leaks_loses_no_reward():

@@ -58,8 +58,8 @@ def test_all_processes_that_a_function_started_end_with_its_worker(end, started)
     with RewardPool(
         f"{STARTS}:start_and_end", workers=1, timeout_s=limit_s, memory_mb=None, max_failed_fraction=1.0
     ) as pool:
-        found = pool.score(["p"], ["r"], [row])
-        assert [f.kind for f in found.failures] == [ENDS[end]]
+        scores = pool.score(["p"], ["r"], [row])
+        assert [f.kind for f in scores.failures] == [ENDS[end]]
         assert len(pids(started)) == 1 + len(ways) + ("chain" in ways)
         assert all(gone(pid) for pid in pids(started))
         assert pool.score(["p"], ["r"], [{**row, "ways": (), "end": None}]).values == [1.0]

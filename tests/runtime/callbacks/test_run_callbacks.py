@@ -116,7 +116,7 @@ def test_a_stop_is_a_normal_end_with_models_evaluation_and_checkpoint(tmp_path):
     assert "eval/reward" in result.history[-1]  # the last step of a run is evaluated
     assert recorder.calls[-2:] == ["evaluation 1", "end at 1: stopped callbacks.mine: as told"]
     assert (result.output_dir / "final" / "actor").exists()
-    assert [found.step for found in list_checkpoints(result.output_dir / "checkpoints")] == [1]
+    assert [checkpoint.step for checkpoint in list_checkpoints(result.output_dir / "checkpoints")] == [1]
 
 
 def test_resuming_a_stopped_run_says_why_it_ended_until_its_callback_changes(tmp_path):

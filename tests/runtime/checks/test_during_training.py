@@ -62,10 +62,10 @@ def history(idle: set[int], steps: int = 20, **evaluated: float) -> list[dict[st
 def test_a_policy_that_collapsed_onto_one_answer_is_found():
     """The figures are those of a real run: 8 of its last 14 steps had no gradient, and all 48 answers were equal."""
     equal = {"distinct_fraction": 1 / 48, "most_common_fraction": 1.0, "reward": 0.6458, "constant_reward": 0.6458}
-    found = signs(history({7, 11, 14, 15, 16, 18, 19, 20}, **equal))
-    assert found.keys() == {"zero_gradient_steps", "eval/most_common_fraction"}
-    assert found["zero_gradient_steps"].startswith("7 of the last 10 steps had no gradient and changed no weight.")
-    assert found["eval/most_common_fraction"].startswith(
+    warned = signs(history({7, 11, 14, 15, 16, 18, 19, 20}, **equal))
+    assert warned.keys() == {"zero_gradient_steps", "eval/most_common_fraction"}
+    assert warned["zero_gradient_steps"].startswith("7 of the last 10 steps had no gradient and changed no weight.")
+    assert warned["eval/most_common_fraction"].startswith(
         "All held-out responses are the same one. This answer to every prompt has a mean reward of 0.6458, and the "
         "policy has 0.6458: it has learned no more than one answer."
     )
@@ -93,9 +93,9 @@ def test_each_evaluation_set_and_role_is_judged_by_its_own_metrics():
     for record in records[1:]:
         record |= {"critic/optimizer_steps": 0.0, "critic/zero_gradient_steps": 2.0}
     records[-1] |= {"eval/math/distinct_fraction": 0.02, "eval/math/most_common_fraction": 1.0, "eval/math/reward": 0.1}
-    found = signs(records)
-    assert found["critic/zero_gradient_steps"].startswith("10 of the last 10 steps had no gradient (critic)")
-    assert "held-out responses of math are the same one. Look at" in found["eval/math/most_common_fraction"]
+    warned = signs(records)
+    assert warned["critic/zero_gradient_steps"].startswith("10 of the last 10 steps had no gradient (critic)")
+    assert "held-out responses of math are the same one. Look at" in warned["eval/math/most_common_fraction"]
 
 
 def test_few_steps_and_a_step_of_several_mini_batches_with_one_gradient_are_no_sign():

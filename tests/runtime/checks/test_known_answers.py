@@ -98,8 +98,8 @@ def runtime(tmp_path: Path, reward: RuleRewardInterface, data: Prompts | None = 
 def test_right_answers_that_score_higher_pass_with_a_line_of_both_means(tmp_path, verifier):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found = runtime(tmp_path, verifier("right")).known_answers
-    assert found == ["interfaces.reward: mean reward 1 of right answers, 0 of wrong answers (8 rows)"]
+        lines = runtime(tmp_path, verifier("right")).known_answers
+    assert lines == ["interfaces.reward: mean reward 1 of right answers, 0 of wrong answers (8 rows)"]
 
 
 def test_the_wrong_answer_is_that_of_the_next_row_with_another_answer(tmp_path, verifier):
@@ -141,13 +141,13 @@ def test_a_verifier_that_fails_stops_the_run_with_its_key(tmp_path, verifier):
 
 def test_a_single_row_whose_right_answer_is_rejected_is_a_warning(tmp_path, verifier):
     with pytest.warns(UserWarning, match=r"in 1 of 8 rows\. Row '2@0': the right answer '12' has reward 0, and"):
-        found = runtime(tmp_path, verifier("broken"), shuffle=False).known_answers
-    assert found == ["interfaces.reward: mean reward 0.875 of right answers, 0 of wrong answers (8 rows)"]
+        lines = runtime(tmp_path, verifier("broken"), shuffle=False).known_answers
+    assert lines == ["interfaces.reward: mean reward 0.875 of right answers, 0 of wrong answers (8 rows)"]
 
 
 def test_the_template_forms_responses_and_functions_of_groups_compare_both(tmp_path, verifier):
-    found = runtime(tmp_path, verifier("ranked", known_answer_template="<{answer}>")).known_answers
-    assert "mean reward 1 of right answers, 0 of wrong" in found[0]
+    lines = runtime(tmp_path, verifier("ranked", known_answer_template="<{answer}>")).known_answers
+    assert "mean reward 1 of right answers, 0 of wrong" in lines[0]
     with pytest.raises(RewardError, match=r"known_answer_template='\{answer\}'"):
         runtime(tmp_path, verifier("ranked"))
 
@@ -155,8 +155,8 @@ def test_the_template_forms_responses_and_functions_of_groups_compare_both(tmp_p
 def test_the_weighted_sum_of_several_functions_is_compared(tmp_path, verifier):
     path = verifier("right").function
     functions = {"right": FunctionTerm(path, weight=2), "half": path.replace(":right", ":constant")}
-    found = runtime(tmp_path, verifier("right", function=None, functions=functions)).known_answers
-    assert "mean reward 2.5 of right answers, 0.5 of wrong" in found[0]
+    lines = runtime(tmp_path, verifier("right", function=None, functions=functions)).known_answers
+    assert "mean reward 2.5 of right answers, 0.5 of wrong" in lines[0]
 
 
 def test_an_unknown_column_is_named_with_the_valid_ones(tmp_path, verifier):
@@ -174,14 +174,14 @@ def test_a_column_without_texts_or_numbers_is_rejected(tmp_path, verifier):
 def test_answers_are_found_in_nested_columns_and_read_as_texts(tmp_path, verifier):
     answers = ({"gold": 10.0}, {"gold": ["11", "eleven"]}, {"gold": None}, {"other": "x"})
     reward = verifier("nested", known_answer="answer.gold")
-    found = runtime(tmp_path, reward, Sums(4, answers=answers), shuffle=False).known_answers
-    assert found == ["interfaces.reward: mean reward 1 of right answers, 0 of wrong answers (2 rows)"]
+    lines = runtime(tmp_path, reward, Sums(4, answers=answers), shuffle=False).known_answers
+    assert lines == ["interfaces.reward: mean reward 1 of right answers, 0 of wrong answers (2 rows)"]
 
 
 def test_rows_with_one_answer_are_a_warning(tmp_path, verifier):
     with pytest.warns(UserWarning, match="the first 2 rows have the same answer"):
-        found = runtime(tmp_path, verifier("right"), Sums(2, answers=(4, "4"))).known_answers
-    assert found == ["interfaces.reward: not checked, because all rows have the same answer"]
+        lines = runtime(tmp_path, verifier("right"), Sums(2, answers=(4, "4"))).known_answers
+    assert lines == ["interfaces.reward: not checked, because all rows have the same answer"]
 
 
 def test_without_the_setting_nothing_is_scored(tmp_path, verifier):
@@ -192,8 +192,8 @@ def test_without_the_setting_nothing_is_scored(tmp_path, verifier):
 
 def test_the_reward_of_an_evaluation_is_checked_on_its_own_rows(tmp_path, verifier):
     evaluation = Evaluation(Sums(4), verifier("right"), GENERATION)
-    found = runtime(tmp_path, verifier("long", known_answer=None), evaluation=evaluation).known_answers
-    assert found == ["evaluation.reward: mean reward 1 of right answers, 0 of wrong answers (4 rows)"]
+    lines = runtime(tmp_path, verifier("long", known_answer=None), evaluation=evaluation).known_answers
+    assert lines == ["evaluation.reward: mean reward 1 of right answers, 0 of wrong answers (4 rows)"]
 
 
 def test_the_launch_shows_the_line(tmp_path, verifier):

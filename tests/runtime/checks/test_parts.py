@@ -93,9 +93,9 @@ def test_an_interface_that_declares_no_keys_is_taken_to_read_all_of_them():
 
 def test_a_key_that_another_call_reads_is_computed_for_that_one():
     both = RPC("credit", "actor", "credit", ("ref_logprobs",), ("advantages",))
-    found = graph("input_ids", "ref_logprobs")
+    dataflow = graph("input_ids", "ref_logprobs")
     keys = {"train_step": Keys(needs={"input_ids": ""}), "credit": Keys(uses=frozenset({"ref_logprobs"}))}
-    made = DataflowGraph((*found.rpcs, both), dataset_keys=found.dataset_keys)
+    made = DataflowGraph((*dataflow.rpcs, both), dataset_keys=dataflow.dataset_keys)
     check_keys(made, {"actor": Declared(keys), "ref": Declared()})
 
 

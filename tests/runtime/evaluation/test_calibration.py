@@ -73,11 +73,11 @@ def test_gain_and_bias_by_hand_and_a_check_on_other_responses():
     calibration = RewardCalibration(
         Prompts(5), after=True, samples=30, generation=SAMPLED, batch_prompts=4, verify=True
     )
-    found = calibration.run(interface, reward, policy, Prompts(5), ONE, when="after", target=(2.0, 0.5))
+    measured = calibration.run(interface, reward, policy, Prompts(5), ONE, when="after", target=(2.0, 0.5))
     raw, other = (scored(calibration, reward, policy, "after", draw) for draw in (0, 1))
     gain = 0.5 / raw.std()
     assert len(raw) == len(other) == 30
-    assert found == {
+    assert measured == {
         "calibration/mean": pytest.approx(raw.mean()),
         "calibration/std": pytest.approx(raw.std()),
         "calibration/gain": pytest.approx(gain),
@@ -95,15 +95,15 @@ def test_responses_are_cut_but_not_penalised_before_they_are_measured():
     reward, policy = Model("reward", BigramEngine(), seed=0), Model("policy", BigramEngine(seed=7), seed=0)
     interface = RewardModelInterface(cut=ResponseCut([3, 4], penalty=-100.0))
     calibration = RewardCalibration(Prompts(5), after=True, samples=20, generation=SAMPLED)
-    found = calibration.run(interface, reward, policy, Prompts(5), ONE, when="after")
+    measured = calibration.run(interface, reward, policy, Prompts(5), ONE, when="after")
     scores = []
     for batch in calibration._answers(policy, Prompts(5), "calibration/after/0", 0):
         for ids, given in zip(batch.sequences(), batch.sequences("prompt_mask"), strict=True):
             response = ids[~given].tolist()
             marks = [i for i, token in enumerate(response) if token in (3, 4)]
             scores.append(float(reward.engine.values_V[response[marks[0]] if marks else response[-1]]))
-    assert found["calibration/mean"] == pytest.approx(np.mean(scores))
-    assert found["calibration/std"] == pytest.approx(np.std(scores))
+    assert measured["calibration/mean"] == pytest.approx(np.mean(scores))
+    assert measured["calibration/std"] == pytest.approx(np.std(scores))
 
 
 class Same(Prompts):

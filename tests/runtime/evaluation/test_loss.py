@@ -60,7 +60,7 @@ def test_held_out_metrics_are_those_of_a_training_step_on_all_rows_and_nothing_m
     role = e.evaluation.role
     engine = runtime.models[role].engine
     before = [p.clone() for p in engine.parameters]
-    found, shown = runtime.evaluate()
+    values, shown = runtime.evaluate()
     assert shown == []
     assert all(torch.equal(p, q) for p, q in zip(before, engine.parameters, strict=True))
     assert runtime.models[role].version == 0
@@ -72,7 +72,7 @@ def test_held_out_metrics_are_those_of_a_training_step_on_all_rows_and_nothing_m
     interface = type(runtime.interfaces[role])()
     stats = stat_values(interface.train_step(Model(role, engine), rows, MicroBatchSpec()))
     del stats["optimizer_steps"]
-    assert {k: v for k, v in found.items() if k != "time/evaluation_s"} == {
+    assert {k: v for k, v in values.items() if k != "time/evaluation_s"} == {
         f"eval/{name}": pytest.approx(value, rel=1e-6, abs=1e-7) for name, value in stats.items()
     }
 
@@ -96,9 +96,9 @@ def test_accuracy_by_hand(tmp_path):
     evaluation = LossEvaluation(ByHand(2), role="reward", batch_prompts=1)
     runtime = LocalRuntime(experiment(tmp_path, "reward", evaluation=evaluation))
     runtime.models["reward"].engine.values_V[1:5] = torch.tensor([2.0, 1.0, 5.0, 3.0], dtype=torch.float64)
-    found = runtime.evaluate()[0]
-    assert found["eval/accuracy"] == 0.5
-    assert found["eval/loss"] == pytest.approx((math.log1p(math.exp(-1)) + math.log1p(math.exp(2))) / 2)
+    values = runtime.evaluate()[0]
+    assert values["eval/accuracy"] == 0.5
+    assert values["eval/loss"] == pytest.approx((math.log1p(math.exp(-1)) + math.log1p(math.exp(2))) / 2)
 
 
 def test_state_of_an_interface_is_not_moved(tmp_path):
@@ -118,9 +118,9 @@ def test_state_of_an_interface_is_not_moved(tmp_path):
     )
     runtime = LocalRuntime(e)
     state = actor.state_dict()
-    found = runtime.evaluate()[0]
-    assert found["eval/kl_coef"] == pytest.approx(0.1)
-    assert "eval/loss" in found
+    values = runtime.evaluate()[0]
+    assert values["eval/kl_coef"] == pytest.approx(0.1)
+    assert "eval/loss" in values
     assert actor.state_dict() == state
     assert actor.epochs == 2
 

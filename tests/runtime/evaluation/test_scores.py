@@ -23,10 +23,10 @@ def batch(rewards: list[list[float]]) -> SequenceSample:
 
 
 def errors(*batches: Scored) -> dict[str, float]:
-    found = StandardErrors()
+    scores = StandardErrors()
     for one in batches:
-        found.add(one)
-    return found.values()
+        scores.add(one)
+    return scores.values()
 
 
 def test_the_error_is_that_of_the_mean_of_prompt_means():
@@ -37,9 +37,9 @@ def test_the_error_is_that_of_the_mean_of_prompt_means():
 
 
 def test_groups_of_unequal_size_are_weighted_by_their_responses():
-    found = errors(Scored(batch([[1.0, 1.0, 1.0], [0.0, NAN]])))["eval/reward"]
+    error = errors(Scored(batch([[1.0, 1.0, 1.0], [0.0, NAN]])))["eval/reward"]
     # mean 3/4; residual sums 3 - 9/4 and 0 - 3/4
-    assert found == pytest.approx(math.sqrt(2 * (0.75**2 + 0.75**2)) / 4)
+    assert error == pytest.approx(math.sqrt(2 * (0.75**2 + 0.75**2)) / 4)
 
 
 def test_correlated_responses_do_not_lower_the_error():

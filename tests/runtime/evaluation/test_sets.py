@@ -62,8 +62,8 @@ def test_the_graph_scores_as_an_interface_of_its_own_would(tmp_path):
         values[name], samples = runtime.evaluate()
         runtime.close()
         assert {*samples[0]["rewards"]} == {"threes", "starts_with_3"}
-    for found in values.values():
-        del found["time/evaluation_s"]
+    for measured in values.values():
+        del measured["time/evaluation_s"]
     assert values["graph"] == values["own"]
     assert "eval/rewards/threes/std" in values["graph"]
 
@@ -98,8 +98,8 @@ def test_each_set_has_its_own_metrics_samples_and_interval(tmp_path):
 def test_a_set_measures_what_the_only_evaluation_measures(tmp_path):
     alone = LocalRuntime(experiment(tmp_path, evaluation=Evaluation(Prompts(6), None, SAMPLED)))
     named = LocalRuntime(experiment(tmp_path, evaluations={"math": Evaluation(Prompts(6), None, SAMPLED)}))
-    found, other = alone.evaluate()[0], named.evaluate()[0]
-    for name, value in found.items():
+    value_of, other = alone.evaluate()[0], named.evaluate()[0]
+    for name, value in value_of.items():
         if name.startswith("eval/"):
             assert other[name.replace("eval/", "eval/math/")] == value
 

@@ -35,10 +35,10 @@ class Own(CountToken):
 
 
 def test_the_versions_are_those_of_this_process() -> None:
-    found = software()
-    assert found["torch"].startswith("2.")
-    assert found["python"] == f"{sys.version_info.major}.{sys.version_info.minor}"
-    assert found["source code of realign"].startswith("sha256 ")
+    versions = software()
+    assert versions["torch"].startswith("2.")
+    assert versions["python"] == f"{sys.version_info.major}.{sys.version_info.minor}"
+    assert versions["source code of realign"].startswith("sha256 ")
 
 
 def test_the_first_difference_is_named_with_both_values() -> None:
@@ -139,9 +139,9 @@ def test_ranks_that_differ_in_anything_end_at_launch_with_one_error(tmp_path) ->
         save_files(tmp_path / str(rank) / "rows", rows=6 + rank, seed=0)
         save_files(tmp_path / str(rank) / "weights", rows=6, seed=rank)
         (tmp_path / str(rank) / "own.py").write_text(OWN.format(weight=rank))
-    found = run_ranks(2, of_two_ranks, tmp_path)
-    assert found[0] == found[1]
-    said = found[0]
+    ranks = run_ranks(2, of_two_ranks, tmp_path)
+    assert ranks[0] == ranks[1]
+    said = ranks[0]
     assert said["seed"] == f"ConfigError seed: rank 0 has 0, but rank 1 has 1. {CURE}"
     assert said["field"] == f"ConfigError interfaces.reward.shuffle: rank 0 has False, but rank 1 has True. {CURE}"
     assert said["file"].startswith("ConfigError interfaces.reward._target_: rank 0 has own.Own in a file with sha256 ")

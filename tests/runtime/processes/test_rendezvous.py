@@ -246,40 +246,40 @@ ALL = (0, 1, 2)
 def command(port: int, ranks: Sequence[int] = ALL, **environment: str) -> tuple[int, str] | None:
     """Return exit code and stderr of a command line of these ranks; None on other ranks."""
     rank = current().rank
-    found = None
+    ended = None
     if rank in ranks:
         launched = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "3"}
         err = io.StringIO()
         changed = mock.patch.dict(os.environ, {**launched, "LOCAL_RANK": str(rank), **environment})
         with changed, redirect_stdout(io.StringIO()), redirect_stderr(err):
-            found = cli.main(["--version"]), err.getvalue()
+            ended = cli.main(["--version"]), err.getvalue()
     current().barrier()  # the first rank hosts the store
-    return found
+    return ended
 
 
 def failed_starts(ports: Mapping[str, int]) -> dict[str, tuple[int, str] | None]:
     last = current().rank == 2
-    found = {}
+    starts = {}
     versions = software() | ({"torch": "2.9.0"} if last else {})
     with mock.patch.object(rendezvous, "software", return_value=versions):
-        found["versions"] = command(ports["versions"])
-    found["number of ranks"] = command(ports["number of ranks"], WORLD_SIZE="4" if last else "3")
-    found["same rank"] = command(ports["same rank"], **({"RANK": "1"} if last else {}))
-    found["rank"] = command(ports["rank"], [2], RANK="3")
-    found["port"] = command(ports["port"], MASTER_PORT="none")
-    found["size"] = command(ports["size"], WORLD_SIZE="three")
+        starts["versions"] = command(ports["versions"])
+    starts["number of ranks"] = command(ports["number of ranks"], WORLD_SIZE="4" if last else "3")
+    starts["same rank"] = command(ports["same rank"], **({"RANK": "1"} if last else {}))
+    starts["rank"] = command(ports["rank"], [2], RANK="3")
+    starts["port"] = command(ports["port"], MASTER_PORT="none")
+    starts["size"] = command(ports["size"], WORLD_SIZE="three")
     with (
         mock.patch.object(rendezvous, "NEARBY", timedelta(seconds=1)),
         mock.patch.object(rendezvous, "PATIENCE_S", 0.1),
     ):
-        found["absent"] = command(ports["absent"], [0, 1])
-        found["no server"] = command(ports["no server"], [1, 2], LOCAL_RANK=str(current().rank - 1))
+        starts["absent"] = command(ports["absent"], [0, 1])
+        starts["no server"] = command(ports["no server"], [1, 2], LOCAL_RANK=str(current().rank - 1))
         with socket.socket() as other:
             if current().leader:
                 other.bind(("127.0.0.1", ports["port in use"]))
                 other.listen()
-            found["port in use"] = command(ports["port in use"], [0])
-    return found
+            starts["port in use"] = command(ports["port in use"], [0])
+    return starts
 
 
 @pytest.mark.parametrize(
@@ -311,8 +311,8 @@ def test_errors_before_all_ranks_are_connected_are_printed_once_with_one_exit_co
     of_network = ("absent", "no server", "port in use")
     names = (*of_settings, *of_network)
     ports = {name: free_port() for name in names}
-    found = run_ranks(3, failed_starts, ports)
-    ended = {name: [each[name] for each in found if each[name] is not None] for name in names}
+    ranks = run_ranks(3, failed_starts, ports)
+    ended = {name: [each[name] for each in ranks if each[name] is not None] for name in names}
     texts = {}
     for name, of_ranks in ended.items():
         (texts[name],) = (text for _, text in of_ranks if text)

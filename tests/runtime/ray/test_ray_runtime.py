@@ -170,8 +170,8 @@ def test_warnings_and_errors_of_realign_in_a_worker_reach_the_driver(group, file
         warnings.warn(f"in {os.getcwd()}", UserWarning, stacklevel=1)
         return mb.with_tokens(scored=output.logprobs())
 
-    found = group.ask("actor", "forward", [(WORDS, MicroBatchSpec(), HOOK)], hook)[0]
-    assert found["scored"].shape == WORDS["input_ids"].shape
+    out = group.ask("actor", "forward", [(WORDS, MicroBatchSpec(), HOOK)], hook)[0]
+    assert out["scored"].shape == WORDS["input_ids"].shape
     assert [str(w.message) for w in recwarn if w.category is UserWarning] == [f"in {files}"]
     with pytest.raises(ValueError, match=r"the function passed to forward cannot be pickled for a worker"):
         group.ask("actor", "forward", [(WORDS, MicroBatchSpec(), HOOK)], threading.Lock().acquire)

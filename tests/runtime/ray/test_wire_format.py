@@ -19,31 +19,31 @@ def sent(tree):
 
 
 def test_a_sample_comes_as_it_was():
-    found = sent(SAMPLE)
-    assert (found.ids, found.lengths, found.metadata) == (SAMPLE.ids, SAMPLE.lengths, SAMPLE.metadata)
-    assert list(found.data) == ["input_ids", "logprobs"]
-    assert all(torch.equal(found[key], SAMPLE[key]) for key in SAMPLE.data)
-    assert found.lengths["input_ids"] is found.lengths["logprobs"]  # equal lengths are sent once
+    received = sent(SAMPLE)
+    assert (received.ids, received.lengths, received.metadata) == (SAMPLE.ids, SAMPLE.lengths, SAMPLE.metadata)
+    assert list(received.data) == ["input_ids", "logprobs"]
+    assert all(torch.equal(received[key], SAMPLE[key]) for key in SAMPLE.data)
+    assert received.lengths["input_ids"] is received.lengths["logprobs"]  # equal lengths are sent once
 
 
 def test_every_dtype_and_shape_keeps_its_bits():
     tensors = [torch.randn(3, 2).to(d) for d in (torch.float32, torch.float64, torch.float16, torch.bfloat16)]
     tensors += [torch.tensor([True, False]), torch.tensor(3), torch.zeros(0, 4), torch.randn(4, 3).T]
     tensors.append(torch.randn(2).to(torch.float8_e4m3fn))
-    for x, found in zip(tensors, sent(tensors), strict=True):
-        assert (found.dtype, found.shape) == (x.dtype, x.shape)
-        ours, theirs = (t.reshape(-1).view(torch.uint8) for t in (found, x))
+    for x, received in zip(tensors, sent(tensors), strict=True):
+        assert (received.dtype, received.shape) == (x.dtype, x.shape)
+        ours, theirs = (t.reshape(-1).view(torch.uint8) for t in (received, x))
         assert torch.equal(ours, theirs)
 
 
 def test_trees_keep_their_kinds():
     tree = {"a": [1, (torch.ones(1), "x")], 2: Mean(torch.tensor(1.0), torch.tensor(2.0)), "s": {"in": SAMPLE}}
-    found = sent(tree)
-    assert list(found) == ["a", 2, "s"]
-    assert found["a"][1][1] == "x"
-    assert isinstance(found["a"][1], tuple)
-    assert isinstance(found[2], Mean)
-    assert found["s"]["in"].ids == SAMPLE.ids
+    received = sent(tree)
+    assert list(received) == ["a", 2, "s"]
+    assert received["a"][1][1] == "x"
+    assert isinstance(received["a"][1], tuple)
+    assert isinstance(received[2], Mean)
+    assert received["s"]["in"].ids == SAMPLE.ids
 
 
 def test_memory_is_shared_and_read_only_arrays_are_taken_without_a_warning():
@@ -53,8 +53,8 @@ def test_memory_is_shared_and_read_only_arrays_are_taken_without_a_warning():
     mapped.flags.writeable = False  # arrays that Ray maps are read-only
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found = from_wire(Array(mapped, "int64"))
-    assert found.data_ptr() == mapped.ctypes.data
+        received = from_wire(Array(mapped, "int64"))
+    assert received.data_ptr() == mapped.ctypes.data
 
 
 def test_shapes_for_people():

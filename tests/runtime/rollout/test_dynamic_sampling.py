@@ -122,12 +122,12 @@ def test_the_end_of_the_dataset_ends_the_search_with_what_there_is():
 
 
 @pytest.mark.parametrize(
-    ("rewards", "found"),
+    ("rewards", "message"),
     [([0.5, 0.5], "The mean reward is 0.5"), ([nan, nan], "No response has a reward")],
 )
-def test_a_step_without_any_prompt_that_passes_says_what_it_saw(rewards, found):
+def test_a_step_without_any_prompt_that_passes_says_what_it_saw(rewards, message):
     with pytest.raises(
-        RunError, match=rf"none of 2 prompts in 2 batches .*max_batches=2.*std of rewards > 0\)\. {found}"
+        RunError, match=rf"none of 2 prompts in 2 batches .*max_batches=2.*std of rewards > 0\)\. {message}"
     ):
         fill(DynamicSampling(max_batches=2), 2, judged(rewards), judged(rewards, first=1))
     with pytest.raises(RunError, match=r"none of 1 prompts in 1 batches \(up to the end of the dataset\)"):

@@ -210,10 +210,10 @@ def test_a_cancelled_response_frees_its_slot_and_leaves_the_others_as_they_are(o
     for i, (ids, given, logprobs) in enumerate(
         zip(*(want.sequences(k) for k in ("input_ids", "prompt_mask", "logprobs")), strict=True)
     ):
-        found = kept if i == 1 else handles[i].result()
-        count = len(found.ids)
-        assert found.ids.tolist() == ids[~given][:count].tolist()
-        assert torch.allclose(found.logprobs, logprobs[~given][:count], atol=1e-5)
+        response = kept if i == 1 else handles[i].result()
+        count = len(response.ids)
+        assert response.ids.tolist() == ids[~given][:count].tolist()
+        assert torch.allclose(response.logprobs, logprobs[~given][:count], atol=1e-5)
     assert not engine.loop.streams
 
 
@@ -294,8 +294,8 @@ def test_prompts_may_join_at_any_time_and_change_nothing_for_the_others(models):
         alone = stream_of(models[0])
         sequences_S = added(alone, ids, length)
         alone.run()
-        found = responses_of(alone, sequences_S)
-        want |= {i: found[2 * k : 2 * k + 2] for k, i in enumerate(ids)}
+        responses = responses_of(alone, sequences_S)
+        want |= {i: responses[2 * k : 2 * k + 2] for k, i in enumerate(ids)}
     stream = stream_of(models[0])
     calls, got = {}, {}
     for i in range(13):

@@ -66,7 +66,7 @@ def test_samples_do_not_depend_on_the_number_of_steps_between_synchronizations(c
 @pytest.mark.parametrize("recompute", [True, False])
 def test_versions_and_samples_of_asynchronous_rollouts_do_not_depend_on_it(recompute: bool) -> None:
     """New weights arrive when all responses have the same number of tokens, whatever the number of steps."""
-    found = []
+    rollouts = []
     for k in (1, 2, 4):
         sampling = InProcessSampling(sync_every=k, compiled_decode=CompiledDecode.off)
         engine = tiny_engine("llama", model=UNTIED, sampling=sampling)
@@ -80,13 +80,13 @@ def test_versions_and_samples_of_asynchronous_rollouts_do_not_depend_on_it(recom
         finally:
             sampler.close()
         assert steps == [9]
-        found.append(out)
-    for out in found[1:]:
-        assert torch.equal(out["input_ids"], found[0]["input_ids"])
-        assert torch.equal(out["versions"], found[0]["versions"])
-        assert torch.equal(out["truncated"], found[0]["truncated"])
-        torch.testing.assert_close(out["logprobs"], found[0]["logprobs"], atol=1e-5, rtol=0)
-    assert set(found[0]["versions"].tolist()) == {-1, 0, 1}
+        rollouts.append(out)
+    for out in rollouts[1:]:
+        assert torch.equal(out["input_ids"], rollouts[0]["input_ids"])
+        assert torch.equal(out["versions"], rollouts[0]["versions"])
+        assert torch.equal(out["truncated"], rollouts[0]["truncated"])
+        torch.testing.assert_close(out["logprobs"], rollouts[0]["logprobs"], atol=1e-5, rtol=0)
+    assert set(rollouts[0]["versions"].tolist()) == {-1, 0, 1}
 
 
 def _at_count(sampler: StreamingEngine, count: int, load: Any) -> list[int]:

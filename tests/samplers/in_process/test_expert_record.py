@@ -50,16 +50,16 @@ def test_tokens_keep_the_choices_of_the_weights_that_read_them_first(recompute, 
     stream.run()
     responses, versions_SN, experts, _ = stream.take(sequences_S)
     begun = 0
-    for s, found in enumerate(experts):
+    for s, recorded in enumerate(experts):
         text = torch.cat([given[s // 2], responses.tokens[s]])
-        assert len(found) == len(text)
-        assert found[-1].unique().tolist() == [-1]
+        assert len(recorded) == len(text)
+        assert recorded[-1].unique().tolist() == [-1]
         sampled_by_old = versions_SN[s].tolist().count(0)
         first_new = len(given[s // 2]) + sampled_by_old - 1 if sampled_by_old else 0  # the first token that `new` reads
         begun += sampled_by_old > 0
         if recompute or not sampled_by_old:  # otherwise its keys and values are those of both
-            assert torch.equal(found[first_new:-1].sort(-1).values, choices(new, text)[first_new:-1].sort(-1).values)
-        assert torch.equal(found[:first_new].sort(-1).values, choices(old, text)[:first_new].sort(-1).values)
+            assert torch.equal(recorded[first_new:-1].sort(-1).values, choices(new, text)[first_new:-1].sort(-1).values)
+        assert torch.equal(recorded[:first_new].sort(-1).values, choices(old, text)[:first_new].sort(-1).values)
     assert 0 < begun <= (slots or 8)
     assert not stream.experts._prompts  # released with the rows
 

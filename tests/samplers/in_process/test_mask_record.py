@@ -84,12 +84,14 @@ def test_the_gradient_is_that_of_softmaxes_over_the_recorded_tokens():
         return (mb["w"] * (logprobs_T + 0.3 * entropy_T)).sum(), {}
 
     policy.accumulate(data, SPEC, loss, torch.tensor(1.0))
-    found = {n: p.grad.clone() for n, p in policy.module.named_parameters()}
+    gradients = {n: p.grad.clone() for n, p in policy.module.named_parameters()}
     policy.module.zero_grad()
     logprobs_T, entropy_T = by_hand(policy, out)
     (weight_T * (logprobs_T + 0.3 * entropy_T)).sum().backward()
     for name, p in policy.module.named_parameters():
-        torch.testing.assert_close(found[name], p.grad, atol=1e-5, rtol=1e-3, msg=lambda text, n=name: f"{n}: {text}")
+        torch.testing.assert_close(
+            gradients[name], p.grad, atol=1e-5, rtol=1e-3, msg=lambda text, n=name: f"{n}: {text}"
+        )
 
 
 def test_every_kind_of_sampling_records_the_same():
@@ -98,7 +100,7 @@ def test_every_kind_of_sampling_records_the_same():
     few = engine(sampling=InProcessSampling(max_slots=2, sync_every=4)).generate(prompts(), CONFIG, seed=3)
     own = InProcessSampler(engine())
     try:
-        for found in (
+        for recorded in (
             few,
             sampler.generate(prompts(), CONFIG, seed=3),
             sampler.generate(prompts(), CONFIG, seed=3),  # in rows that the first call released
@@ -106,7 +108,7 @@ def test_every_kind_of_sampling_records_the_same():
             generate_by_requests(own.submit, prompts(), CONFIG, seed=3),
         ):
             for key in ("input_ids", SAMPLING_MASK):
-                assert found[key].tolist() == wanted[key].tolist()
+                assert recorded[key].tolist() == wanted[key].tolist()
         plain = replace(CONFIG, sampling_replay=False)
         for alone in (own.submit(Request(0, 0, torch.tensor([5, 6]), plain, 0)).result(),):
             assert alone.mask is None

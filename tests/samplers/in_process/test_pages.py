@@ -130,8 +130,8 @@ def test_an_interrupted_response_keeps_its_tokens_and_continues_with_new_weights
     assert all(torch.equal(x, y) for x, y in zip(stream.so_far(last), before, strict=True))
     stream.update(decoders[1], heads[1], 2, recompute=True)
     stream.run()
-    found, versions_SN, _, _ = stream.take(sequences_S)
-    assert found.lengths.tolist() == [20] * 8
+    taken, versions_SN, _, _ = stream.take(sequences_S)
+    assert taken.lengths.tolist() == [20] * 8
     assert versions_SN.tolist() == [[1] * 5 + [2] * 15] * 8
     row = sequences_S.tolist().index(last)
-    assert torch.equal(found.tokens[row, :5], before[0])
+    assert torch.equal(taken.tokens[row, :5], before[0])

@@ -325,14 +325,14 @@ class FakeServer:
             self.faults[parts.path].pop(0)(handler)
             return
         query = parse_qs(parts.query)
-        found = getattr(self, f"_{self.kind}")(parts.path, body, query)
-        if found is None:
+        reply = getattr(self, f"_{self.kind}")(parts.path, body, query)
+        if reply is None:
             handler.close_connection = True
             return
-        found = self.tamper(parts.path, body, found)
+        reply = self.tamper(parts.path, body, reply)
         single = {name: values[0] for name, values in query.items()}
-        self.exchanges.append(Exchange(handler.command, parts.path, single, body, *found))
-        send(handler, *found)
+        self.exchanges.append(Exchange(handler.command, parts.path, single, body, *reply))
+        send(handler, *reply)
 
     def _vllm(self, path, body, query):
         if path == "/health":

@@ -24,14 +24,14 @@ def recorded(kind):
 
 def request_faults(kind, method, path, query, body):
     """Return what is wrong with a request: an unknown path or field, or a value of another type."""
-    found = recorded(kind)["paths"].get(path)
-    if found is None or found["method"] != method:
+    operation = recorded(kind)["paths"].get(path)
+    if operation is None or operation["method"] != method:
         return [f"{method} {path}: unknown"]
-    known = {"type": "object", "properties": found["query"]}
+    known = {"type": "object", "properties": operation["query"]}
     faults = _faults({name: _parsed(value) for name, value in query.items()}, known, f"{path}?")
-    if found["body"] is None:
+    if operation["body"] is None:
         return faults + ([f"{path}: takes no body"] if body else [])
-    return faults + _faults(body, found["body"], path)
+    return faults + _faults(body, operation["body"], path)
 
 
 def _parsed(value):
@@ -45,15 +45,15 @@ def _parsed(value):
 def answer_faults(kind, path, answer):
     """Return what is wrong with a successful answer: it is none of those that the server gives."""
     kinds = recorded(kind)["paths"][path]["answers"]
-    found = [_faults(answer, one, path) for one in kinds]
-    return [] if any(not faults for faults in found) else found[0]
+    faults_by_kind = [_faults(answer, one, path) for one in kinds]
+    return [] if any(not faults for faults in faults_by_kind) else faults_by_kind[0]
 
 
 def _faults(value, schema, where):
     """Return the differences between a value and a schema. Unlike in JSON Schema, unknown fields are errors."""
     if "anyOf" in schema:
-        found = [_faults(value, one, where) for one in schema["anyOf"]]
-        return [] if any(not faults for faults in found) else [f"{where}: {value!r:.80} has none of the types"]
+        lists = [_faults(value, one, where) for one in schema["anyOf"]]
+        return [] if any(not faults for faults in lists) else [f"{where}: {value!r:.80} has none of the types"]
     if "enum" in schema and value not in schema["enum"]:
         return [f"{where}: {value!r:.80} is not in {schema['enum']}"]
     kind = schema.get("type")

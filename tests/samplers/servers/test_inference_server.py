@@ -118,8 +118,8 @@ def test_each_server_gets_its_devices(tmp_path):
 )
 def test_the_usual_command_has_the_arguments_that_settings_need(kind, settings, rank, words):
     plain = kind(**{name: x for name, x in settings.items() if name == "launch"})
-    found = kind(**settings).command_line("where", Path("m"), 1, rank)
-    assert found == [*plain.command_line("where", Path("m"), 1), *words]
+    command = kind(**settings).command_line("where", Path("m"), 1, rank)
+    assert command == [*plain.command_line("where", Path("m"), 1), *words]
 
 
 def test_an_adapter_with_a_larger_rank_than_the_server_supports_is_an_error():

@@ -31,9 +31,9 @@ class Forgetful(FakeServer):
 
 @pytest.fixture
 def server():
-    found = Forgetful("vllm", random_table(5))
-    yield found
-    found.close()
+    started = Forgetful("vllm", random_table(5))
+    yield started
+    started.close()
 
 
 def opened(server, weights=None, **settings):
@@ -70,10 +70,10 @@ def exchanged(choice):
 def lies(how):
     """Return a change of all answers with sampled tokens, but not of those with scores."""
 
-    def tamper(path, body, found):
+    def tamper(path, body, reply):
         if path == "/v1/completions" and body.get("prompt_logprobs") is None:
-            how(found[1]["choices"][0])
-        return found
+            how(reply[1]["choices"][0])
+        return reply
 
     return tamper
 
@@ -106,8 +106,8 @@ def test_a_sampled_response_may_differ_by_rounding_and_by_single_tokens(server):
     """Other kernels and other choices of experts change some log-probs by more than a nat."""
 
     def rounded(choice):
-        found = choice["logprobs"]["token_logprobs"]
-        choice["logprobs"]["token_logprobs"] = [x - 0.3 - 4 * (i == 3) for i, x in enumerate(found)]
+        logprobs = choice["logprobs"]["token_logprobs"]
+        choice["logprobs"]["token_logprobs"] = [x - 0.3 - 4 * (i == 3) for i, x in enumerate(logprobs)]
 
     server.tamper = lies(rounded)
     sampler = opened(server)

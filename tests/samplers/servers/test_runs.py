@@ -57,9 +57,9 @@ class Served(ModelSpec):
 
 @pytest.fixture
 def server():
-    found = FakeServer("vllm", random_table(9, words=11), token_s=0.001)
-    yield found
-    found.close()
+    started = FakeServer("vllm", random_table(9, words=11), token_s=0.001)
+    yield started
+    started.close()
 
 
 def experiment(tmp_path, server, patience_s=30.0, sleep_level=0, **changes):

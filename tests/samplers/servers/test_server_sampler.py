@@ -67,18 +67,18 @@ def short_pauses(monkeypatch):
 @pytest.fixture
 def opened():
     """Close servers and samplers at the end of a test."""
-    found = []
-    yield found
-    for one in reversed(found):
+    running = []
+    yield running
+    for one in reversed(running):
         one.close()
 
 
 @pytest.fixture
 def servers(kind, opened):
     def start(count=1, **options):
-        found = [FakeServer(kind, START, **options) for _ in range(count)]
-        opened.extend(found)
-        return found
+        started = [FakeServer(kind, START, **options) for _ in range(count)]
+        opened.extend(started)
+        return started
 
     return start
 
@@ -244,10 +244,10 @@ def test_sampling_masks_of_responses_that_an_update_interrupts_are_joined(server
         call = pool.submit(sampler.generate, prompts(), config, seed=1)
         until(lambda: server.jobs and all(len(job.ids) > 5 for job in server.jobs))
         sampler.update(NEW, 1)
-        found = call.result()
-    assert set(found["versions"].tolist()) == {-1, 0, 1}
-    columns = (found.sequences(key) for key in ("input_ids", "loss_mask", "logprobs", "versions"))
-    for ids, mask, logprobs, versions, sets in zip(*columns, masks_of(found), strict=True):
+        out = call.result()
+    assert set(out["versions"].tolist()) == {-1, 0, 1}
+    columns = (out.sequences(key) for key in ("input_ids", "loss_mask", "logprobs", "versions"))
+    for ids, mask, logprobs, versions, sets in zip(*columns, masks_of(out), strict=True):
         assert sets.counts_N.tolist() == [4 if sampled else 0 for sampled in mask.tolist()]
         kept = sets.ids_K.view(-1, 4)
         for n, t in enumerate(mask.nonzero()[:, 0].tolist()):
@@ -301,7 +301,7 @@ def test_impossible_answers_are_refused_with_their_reason(ids, logprobs, reason,
 
 def always(kind, status, answer):
     """Return a change of all sampled answers."""
-    return lambda path, body, found: (status, answer) if path == SAMPLE[kind] else found
+    return lambda path, body, reply: (status, answer) if path == SAMPLE[kind] else reply
 
 
 @pytest.mark.parametrize("fault", ["status 500", "log-prob nan", "99 tokens, of at most 40"])
@@ -325,8 +325,8 @@ def test_a_request_that_fails_alone_is_given_up_alone(servers, connect, kind):
     (server,) = servers()
     sampler = connect([server])
 
-    def poison(path, body, found):
-        return (500, {"error": "poison"}) if 7 in body.get("prompt", body.get("input_ids", ())) else found
+    def poison(path, body, reply):
+        return (500, {"error": "poison"}) if 7 in body.get("prompt", body.get("input_ids", ())) else reply
 
     server.tamper = poison
     prompt = Request("bad", 0, torch.tensor([1, 7]), GenerationConfig(max_new_tokens=4), 3)
@@ -488,7 +488,7 @@ def test_a_server_allocates_its_cache_after_it_has_loaded_the_weights(servers, k
     if fault:
         server.faults[LOAD[kind]] = [fake_server.status(500)]
     first, asleep = len(server.exchanges), []
-    server.tamper = lambda path, body, found: asleep.append((path, server.asleep)) or found
+    server.tamper = lambda path, body, reply: asleep.append((path, server.asleep)) or reply
     sampler.wake()
     done = sampler.submit(request()).result(30)
     torch.testing.assert_close(done.logprobs, expected_logprobs(NEW, done.ids.tolist(), 2))
@@ -693,15 +693,15 @@ def train_and_sample(folder: Path, url: str, settings: dict):
     with nullcontext() if lora else refused, ExitStack() as stack:
         open_sampler(spec, model)
         stack.callback(model.sampler.close)
-        found = [model.sampler.generate(three_prompts(), config, seed=1)]
+        samples = [model.sampler.generate(three_prompts(), config, seed=1)]
         data = random_sample([(6,), (4, 3)])
         model.engine.train_batch(data, MicroBatchSpec(100), loss, lambda part: part["loss_mask"].sum())
         model.sampler.sleep()
         model.publish_weights()
         model.sampler.wake()
-        found.append(model.sampler.generate(three_prompts(), config, seed=2))
+        samples.append(model.sampler.generate(three_prompts(), config, seed=2))
         weights = {name: x.clone() for name, x in model.engine.weights().items()}
-    return current().rank, [dict(sample.data) for sample in found], weights, model.sampler.version
+    return current().rank, [dict(sample.data) for sample in samples], weights, model.sampler.version
 
 
 @pytest.mark.parametrize(
@@ -774,10 +774,10 @@ def update_without_space(folder: Path, url: str):
 def test_weights_without_space_end_all_ranks_at_the_next_call_that_samples(tmp_path):
     server = FakeServer("vllm", random_table(0))
     try:
-        found = run_ranks(2, update_without_space, tmp_path, server.url)
+        errors = run_ranks(2, update_without_space, tmp_path, server.url)
     finally:
         server.close()
-    assert all("No space left on device. Set weights_dir" in error for error in found)
+    assert all("No space left on device. Set weights_dir" in error for error in errors)
 
 
 @pytest.mark.slow
@@ -785,17 +785,17 @@ def test_weights_without_space_end_all_ranks_at_the_next_call_that_samples(tmp_p
 def test_all_ranks_compare_what_servers_sample_with_the_trainer(tmp_path, honest):
     server = FakeServer("vllm", random_table(5))
 
-    def tamper(path, body, found):
-        if path == "/v1/completions" and server.sleeps and "token_ids" in found[1]["choices"][0] and not honest:
-            choice = found[1]["choices"][0]
+    def tamper(path, body, reply):
+        if path == "/v1/completions" and server.sleeps and "token_ids" in reply[1]["choices"][0] and not honest:
+            choice = reply[1]["choices"][0]
             choice["logprobs"]["token_logprobs"] = [0.0] * len(choice["token_ids"])
-        return found
+        return reply
 
     server.tamper = tamper
     try:
-        found = run_ranks(2, update_and_wake, tmp_path, server.url)
+        reply = run_ranks(2, update_and_wake, tmp_path, server.url)
     finally:
         server.close()
-    assert [errors[:2] for errors in found] == [["", ""]] * 2
-    assert all(("does not return what it samples" in errors[2]) is not honest for errors in found)
-    assert all((errors[2] == "") is honest for errors in found)
+    assert [errors[:2] for errors in reply] == [["", ""]] * 2
+    assert all(("does not return what it samples" in errors[2]) is not honest for errors in reply)
+    assert all((errors[2] == "") is honest for errors in reply)

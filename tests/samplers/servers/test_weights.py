@@ -38,10 +38,10 @@ def test_an_untied_model_computes_the_same(tmp_path, save):
     model = tied_model(tmp_path, **save)
     untie(tmp_path)
     assert not json.loads((tmp_path / "config.json").read_text())["tie_word_embeddings"]
-    found = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert found.lm_head.weight is not found.model.embed_tokens.weight
+    untied = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert untied.lm_head.weight is not untied.model.embed_tokens.weight
     ids = torch.tensor([[1, 5, 7]])
-    torch.testing.assert_close(found(ids).logits, model(ids).logits)
+    torch.testing.assert_close(untied(ids).logits, model(ids).logits)
 
 
 def test_unknown_embeddings_are_an_error(tmp_path):
