@@ -47,9 +47,6 @@ def folder(tmp_path: Path) -> Path:
     return write_experiment(tmp_path)
 
 
-# --- building components ---
-
-
 def test_values_are_laid_over_the_defaults_of_the_class_at_every_depth():
     made = actor(
         epochs="3",
@@ -264,9 +261,6 @@ def test_a_users_file_that_cannot_be_imported_says_why(tmp_path, monkeypatch, re
         build({"_target_": f"{name}.Mine"}, ModelInterface, WHERE)
 
 
-# --- composing ---
-
-
 def test_the_settings_of_config_and_experiment_are_those_of_the_run():
     """`RunSettings` describes each setting. What its subclasses declare again is a component, or is listed here."""
     again = {"output_dir", "steps", "batch_prompts", "microbatch", *COMPONENTS}
@@ -367,9 +361,6 @@ def test_trap_g6_a_wrong_experiment_file_fails_in_one_line(folder, text, message
 def test_a_config_dir_that_is_not_there(tmp_path):
     with pytest.raises(ConfigError, match=r"--config-dir=.*: this folder does not exist"):
         compose([], tmp_path / "nothing")
-
-
-# --- whole experiments ---
 
 
 @pytest.mark.parametrize(

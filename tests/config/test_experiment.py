@@ -36,8 +36,6 @@ class Mine(GRPOActorInterface):
 """
 
 
-# --- callbacks ---
-
 WORD = "callbacks: {stop: early_stopping}\n"
 
 
@@ -172,8 +170,6 @@ def test_a_config_without_a_graph_has_a_valid_actor_or_an_error_that_names_the_k
     with pytest.raises(ConfigError, match=r"^unknown key 'graph\.epochs'"):
         graph("graph.epochs=2")
 
-
-# --- evaluations ---
 
 HELD_OUT = "evaluation.data.path=held_out.jsonl"
 NEEDED = {
@@ -370,8 +366,6 @@ def test_shipped_conversations_fit_a_window_of_2048_tokens(name):
     assert made.longest_response <= (2048 if made.response_counts_prompt else 2048 - 512)
 
 
-# --- correction for external samplers ---
-
 BASE = ["experiment=grpo", "models.actor.path=model", "data.path=rows.jsonl", "interfaces.reward.function=arithmetic"]
 SERVER = ["models.actor.sampler=vllm", "models.actor.sampler.urls=[http://127.0.0.1:8000]"]
 
@@ -400,9 +394,6 @@ def test_a_correction_of_the_user_stays():
         *SERVER, "interfaces.actor.correction=importance_correction", "interfaces.actor.correction.weight.cap=2"
     )
     assert corrected == ImportanceCorrection(weight=RatioRange(cap=2.0))
-
-
-# --- settings without effect ---
 
 
 IDLE = """# @package _global_

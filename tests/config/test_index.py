@@ -52,9 +52,6 @@ def test_a_class_that_is_not_found_or_whose_module_fails_is_none(tmp_path, monke
         assert class_at(path) is None
 
 
-# --- the file ---
-
-
 @pytest.fixture
 def cached(tmp_path, monkeypatch):
     """An empty cache folder, a small index in place of a built one, and the number of times that it was built."""

@@ -101,9 +101,6 @@ def mine(tmp_path, monkeypatch):
     sys.modules.pop("my_file", None)
 
 
-# --- spellings of one choice ---
-
-
 @pytest.mark.parametrize(
     ("spelling", "expected"),
     [
@@ -232,9 +229,6 @@ def test_text_and_enum_fields_are_untouched(folder):
 def test_overrides_that_do_not_fit_together_are_errors(folder, words, message):
     prefixed = [f"+interfaces.actor.{w[1:]}" if w[0] == "+" else f"interfaces.actor.{w}" for w in words]
     assert message in folder.error(*prefixed)
-
-
-# --- layers ---
 
 
 CLIPPED = "{objective: {low: 0.3, dual: 3}}"
@@ -370,9 +364,6 @@ def test_a_field_of_an_interpolated_component_leaves_its_other_fields_alone(fold
 def test_keys_can_be_deleted(folder, words, expected):
     folder.actor("clipped", CLIPPED)
     assert folder.built(*words, name="clipped").objective == expected
-
-
-# --- presets ---
 
 
 @pytest.fixture

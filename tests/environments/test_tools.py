@@ -82,13 +82,13 @@ def test_text_that_no_tokenizer_encodes_is_replaced():
     assert call("lookup", r'{"word": "\ud800"}') == '{"word": "?", "language": "en"}'
 
 
-def test_a_tool_that_is_cancelled_is_no_text_for_the_policy():
-    async def cancelled() -> None:
+def test_a_tool_that_is_canceled_is_no_text_for_the_policy():
+    async def canceled() -> None:
         """Wait."""
         raise asyncio.CancelledError
 
     with pytest.raises(asyncio.CancelledError):
-        call("cancelled", "{}", cancelled)
+        call("canceled", "{}", canceled)
 
 
 @pytest.mark.parametrize(

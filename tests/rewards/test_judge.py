@@ -120,9 +120,6 @@ def length(request, number):
 TEMPLATE = "{prompt} <{response}>"
 
 
-# --- settings and parsing, without the client ---
-
-
 @pytest.mark.parametrize(
     ("score", "answer", "reward"),
     [
@@ -235,9 +232,6 @@ def test_the_key_is_named_and_goes_only_where_the_environment_allows(monkeypatch
 def test_the_deadline_of_a_call_leaves_time_for_all_retries():
     assert Judge("m", timeout_s=5.0, retries=0).deadline_s(30.0) == 5.0
     assert Judge("m", timeout_s=5.0, retries=2).deadline_s(30.0) == 35.0
-
-
-# --- with the client ---
 
 
 @client

@@ -197,9 +197,6 @@ def test_a_sandbox_that_does_not_start_is_a_failure_and_no_reward(tmp_path):
         runs_to_its_end("", LIMITS, Bubblewrap(str(broken), as_root=False, trees=()))
 
 
-# --- without bubblewrap ---
-
-
 def options(sandbox, **limits):
     return sandbox.command(replace(LIMITS, **limits), seccomp=9, user=77)
 

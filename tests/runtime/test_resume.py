@@ -72,9 +72,6 @@ def resumed(tmp_path: Path, steps: int = 5, **changes) -> RunResult:
     return run(experiment(tmp_path, steps=steps, checkpoint=EVERY, **({"resume": "auto"} | changes)))
 
 
-# --- which checkpoint ---
-
-
 def test_a_run_with_more_steps_goes_on_and_its_record_is_whole(tmp_path):
     done(tmp_path)
     result = resumed(tmp_path)
@@ -206,9 +203,6 @@ def test_a_run_that_dies_while_its_models_are_saved_saves_them_when_it_is_resume
     assert steps_of(tmp_path / "run") == [1, 2, 3]
 
 
-# --- another config ---
-
-
 def test_every_key_that_differs_is_named_with_both_values(tmp_path):
     write_experiment(tmp_path)
     base = ["experiment=bigram", "steps=1", f"output_dir={tmp_path}/run"]
@@ -313,9 +307,6 @@ def test_only_new_keys_of_sections_that_the_checkpoint_has_are_new_settings():
     saved = {"actor": {"kl": {"coef": 0.1}}, "callbacks": {}}
     present = {"actor": {"kl": {"coef": 0.2, "cap": 1.0}, "trains": {"rank": 4}}, "skip_together": False}
     assert added_keys(saved, present) == ["actor.kl.cap", "skip_together"]
-
-
-# --- other data, other weights ---
 
 
 def test_another_number_of_rows_is_refused_unless_the_position_is_left_out(tmp_path):
@@ -459,9 +450,6 @@ def test_weights_that_do_not_train_are_in_no_checkpoint_and_must_be_what_they_we
         run(changed(steps=3, resume="auto"))
 
 
-# --- selective restore ---
-
-
 def made(folder: Path, skip: list[str]) -> LocalRuntime:
     """Return a new runtime with the state of a run of two steps, except the parts in `skip`."""
     first = LocalRuntime(with_reference(folder, folder))
@@ -552,9 +540,6 @@ def test_the_checkpoint_is_not_kept_in_memory_while_the_run_goes_on(tmp_path, mo
     monkeypatch.setattr("realign.runtime.run_experiment.find_start", watched_start)
     run(experiment(tmp_path, steps=4, resume="auto"), trackers=[Watching(0)])
     assert len(starts) == 1
-
-
-# --- metrics records ---
 
 
 def test_a_damaged_line_of_the_record_is_a_gap_that_is_said(tmp_path):
@@ -658,9 +643,6 @@ def test_a_stop_whose_checkpoint_fails_says_so(tmp_path, monkeypatch):
         run(experiment(tmp_path, checkpoint=None, overwrite=True), trackers=[Stopper(2)])
     assert not (tmp_path / "run" / "final").exists()
     assert run(experiment(tmp_path, overwrite=True), trackers=[Stopper(3)]).series("step") == [0, 1, 2, 3]
-
-
-# --- the saved models of a complete run ---
 
 
 WEIGHTS = "actor/bigram.npz"

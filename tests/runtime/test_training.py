@@ -86,8 +86,6 @@ def test_an_error_of_rank_0_after_the_last_checkpoint_ends_all_ranks_with_it(tmp
     assert other == ("no space left", True)
 
 
-# --- every end saves ---
-
 SELDOM = CheckpointSpec(every_minutes=1e9, keep=9)
 
 
@@ -246,9 +244,6 @@ def error_of_a_rank(folder: Path, where: str) -> list[int]:
 @pytest.mark.parametrize(("where", "kept"), [("all ranks", [2]), ("rank 1", [])])
 def test_ranks_keep_the_last_step_together_or_not_at_all(tmp_path, where, kept):
     assert run_ranks(2, error_of_a_rank, tmp_path, where)[0] == kept
-
-
-# --- a task that is solved ---
 
 
 class Constant(CountToken):

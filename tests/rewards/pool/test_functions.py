@@ -24,14 +24,14 @@ def test_by_module_and_by_file(tmp_path):
     assert load_function(f"{CASES}:act") is act
 
 
-def test_a_file_may_be_named_like_an_installed_module_and_import_its_neighbours(tmp_path, monkeypatch):
+def test_a_file_may_be_named_like_an_installed_module_and_import_its_neighbors(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
     (tmp_path / "math.py").write_text(
-        "from neighbour_of_math import HALF\nfrom dataclasses import dataclass\n"
+        "from neighbor_of_math import HALF\nfrom dataclasses import dataclass\n"
         "@dataclass\nclass Row:\n    x: int\n"
         "def reward(prompt, response, row):\n    return HALF * Row(4).x\n"
     )
-    (tmp_path / "neighbour_of_math.py").write_text("HALF = 0.5\n")
+    (tmp_path / "neighbor_of_math.py").write_text("HALF = 0.5\n")
     assert load_function(f"{tmp_path}/math.py:reward")("", "", {}) == 2.0
     import math
 

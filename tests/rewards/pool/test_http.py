@@ -344,9 +344,6 @@ def test_an_answer_that_repeats_the_secret_is_not_shown(monkeypatch):
     assert "s3cret" not in repr(caught.value.__cause__)
 
 
-# --- protocol of OpenRLHF ---
-
-
 def test_an_openrlhf_server_gets_one_request_per_group_and_gives_one_reward_per_query():
     def answer(request):
         rewards = [float(len(text)) for text in request["query"]]

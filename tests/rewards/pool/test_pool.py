@@ -324,9 +324,6 @@ def test_a_function_that_cannot_be_pickled_is_refused_unless_inline():
     assert score(make(lambda prompt, response, row: 1.0, workers=0), [{}]).values == [1.0]
 
 
-# --- start and end of the processes ---
-
-
 def run_script(tmp_path, body, **popen):
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(body))

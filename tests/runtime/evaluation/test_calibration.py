@@ -91,7 +91,7 @@ def test_gain_and_bias_by_hand_and_a_check_on_other_responses():
     assert again["calibration/gain"] == pytest.approx(gain)
 
 
-def test_responses_are_cut_but_not_penalised_before_they_are_measured():
+def test_responses_are_cut_but_not_penalized_before_they_are_measured():
     reward, policy = Model("reward", BigramEngine(), seed=0), Model("policy", BigramEngine(seed=7), seed=0)
     interface = RewardModelInterface(cut=ResponseCut([3, 4], penalty=-100.0))
     calibration = RewardCalibration(Prompts(5), after=True, samples=20, generation=SAMPLED)

@@ -142,9 +142,6 @@ def test_a_copy_samples_whole_batches_and_single_responses_and_stops_on_request(
     sampler.close()
 
 
-# --- offload ---
-
-
 PROMPTS = SequenceSample.from_sequences(["a", "b"], {"prompt_ids": [[[5, 6, 7]], [[8]]]})
 
 

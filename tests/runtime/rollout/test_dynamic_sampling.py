@@ -151,9 +151,6 @@ def test_settings_that_cannot_work_are_refused(settings, message):
         DynamicSampling(**settings)
 
 
-# --- runs ---
-
-
 @dataclass
 class FirstWords(ModelInterface):
     """Reward 1 if token 3 was sampled, else 0. It is constant for groups whose prompt ends in 2 or 3."""

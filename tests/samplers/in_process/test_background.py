@@ -198,7 +198,7 @@ def test_tokens_so_far_grow_and_keep_their_versions(open_engine, at_step):
     assert set(other.result().versions.tolist()) == {0, 1}
 
 
-def test_a_cancelled_response_frees_its_slot_and_leaves_the_others_as_they_are(open_engine, at_step):
+def test_a_canceled_response_frees_its_slot_and_leaves_the_others_as_they_are(open_engine, at_step):
     engine = open_engine()
     handles = [engine.submit(r) for r in requests_of(numbered_prompts(range(2)), LONG, 1)]
     assert at_step(handles[1].cancel)

@@ -93,8 +93,8 @@ def _of_layers(model: MemoryModel, rows: float, *, trains: bool, again: bool) ->
 def _of_experts(model: MemoryModel, rows: float, *, passes: int) -> float:
     """Return the bytes of tokens on their way to experts and back, if the router has no preference."""
     shape = model.shape
-    travelling = 2 * rows / model.tensor * shape.experts_per_token * shape.hidden * shape.layers
-    return _sent(model.tensor * model.expert) * FP32 * travelling * passes
+    traveling = 2 * rows / model.tensor * shape.experts_per_token * shape.hidden * shape.layers
+    return _sent(model.tensor * model.expert) * FP32 * traveling * passes
 
 
 def _sent(ranks: int) -> float:
