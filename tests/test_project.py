@@ -36,9 +36,18 @@ def test_workflows_use_targets_of_the_makefile(path):
 def test_files_for_tools_are_valid():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     assert citation["license"] == PROJECT["project"]["license"]
+    assert citation["version"] == PROJECT["tool"]["hatch"]["version"]["fallback-version"]
     assert json.loads((ROOT / ".devcontainer" / "devcontainer.json").read_text(encoding="utf-8"))["name"] == "realign"
     for path in [*(ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"), ROOT / ".pre-commit-config.yaml"]:
         assert yaml.safe_load(path.read_text(encoding="utf-8")), path
+
+
+def test_one_sentence_says_everywhere_what_realign_is():
+    sentence = PROJECT["project"]["description"]
+    assert sentence.startswith("A library for post-training language models: SFT")
+    for name in ("README.md", "docs/README.md", "CITATION.cff", "mkdocs.yml"):
+        text = " ".join((ROOT / name).read_text(encoding="utf-8").split())
+        assert sentence.removeprefix("A ").rstrip(".") in text, name
 
 
 def test_the_package_declares_its_types():

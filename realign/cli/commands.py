@@ -51,7 +51,7 @@ _PRINTING = ("--cfg", "-c", "--info", "-i", "--help", "-h", "--version", "--shel
 COMPLETE = "--complete"
 """First argument of a call by a completion script."""
 _MENU = """\
-realign: reinforcement learning for language models
+realign: a library for post-training language models
 
   realign experiment=NAME key=value ...   train
   realign check experiment=NAME ...       run everything except training
@@ -65,7 +65,7 @@ First run (a few seconds): python -m realign.demo.arithmetic, then
   realign experiment=sft_arithmetic steps=20
 """
 _HELP = """\
-realign: reinforcement learning for language models on packed sequences
+realign: a library for post-training language models
 
 Usage
   realign <overrides>             train; also realign train <overrides>

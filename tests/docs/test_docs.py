@@ -36,7 +36,7 @@ TRAIN = python_api.train
 ROOT = Path(__file__).parents[2]
 PAGES = [
     *sorted((ROOT / "docs").rglob("*.md")),
-    *(ROOT / name for name in ("CONTRIBUTING.md", "README.md", "extras/planner/README.md")),
+    *(ROOT / name for name in ("AGENTS.md", "CONTRIBUTING.md", "README.md", "extras/planner/README.md")),
 ]
 
 
