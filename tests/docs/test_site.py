@@ -18,7 +18,8 @@ REPOSITORY = "https://example.org/realign"
 def test_every_page_is_in_the_navigation_once():
     listed = re.findall(r"([\w./-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
     pages = [str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")]
-    assert sorted(listed) == sorted(pages)
+    decisions = [page for page in pages if page.startswith("adr/0")]  # adr/README.md lists them
+    assert sorted(listed) == sorted(set(pages) - set(decisions))
 
 
 @pytest.mark.parametrize(
