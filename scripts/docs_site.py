@@ -5,7 +5,8 @@
 - `> [!NOTE]` becomes an admonition.
 - Code blocks under the labels **Command line**, **YAML** and **Python** become tabs.
 - The search finds the page that answers what people ask most.
-- Project records don't show up in search, pages of classes only behind guides, and the landing page has no side columns.
+- Project records don't show up in search, and pages of classes only behind guides.
+- The landing page has no side columns.
 """
 
 from __future__ import annotations
