@@ -9,14 +9,13 @@ Importing this package has no side effects: the names below import torch when th
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from realign.version import installed_version
-
 if TYPE_CHECKING:
     from realign.errors import RealignError
     from realign.python_api import Run, chat, compare, load_experiment, train
     from realign.runtime import Experiment
 
-__version__ = installed_version()
+    __version__: str
+
 HOMES = {
     "Experiment": "realign.runtime",
     "RealignError": "realign.errors",
@@ -31,6 +30,10 @@ __all__ = ["Experiment", "RealignError", "Run", "__version__", "chat", "compare"
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from realign.version import installed_version  # reads the metadata of the distribution
+
+        return installed_version()
     if name not in HOMES:
         raise AttributeError(f"module 'realign' has no attribute {name!r}")
     return getattr(import_module(HOMES[name]), name)

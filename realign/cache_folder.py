@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from realign.errors import ConfigError
@@ -121,6 +121,19 @@ class Cache:
         self._full = True
         self._say(why)
         return False
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Wait until no other process is in this context. Does nothing without such locks, or without the folder."""
+        with ExitStack() as stack:
+            with suppress(ImportError, OSError):
+                import fcntl
+
+                if self.make() is None:
+                    number = os.open(self.folder, os.O_RDONLY)
+                    stack.callback(os.close, number)  # ends the lock, as the end of the process does
+                    fcntl.flock(number, fcntl.LOCK_EX)
+            yield
 
     def store(self, name: str, source: Path) -> Path:
         """Copy a file into the folder, and return its path.

@@ -150,8 +150,7 @@ def with_overrides_for_flags(argv: Sequence[str]) -> list[str]:
         if word == "--config-dir" and waiting:  # its value may be any text
             words += [word, waiting.pop(0)]
             continue
-        key = _key(name)
-        if not word.startswith("--") or f"--{name}" in OPTION_NAMES or key is None:
+        if not word.startswith("--") or f"--{name}" in OPTION_NAMES or (key := _key(name)) is None:
             words.append(word)
         elif equals:
             words.append(f"{key}={value}")

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from importlib import import_module
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -35,7 +34,6 @@ from realign.console import lasting_console
 from realign.errors import ExitCode
 from realign.own_files import make_folder, replace_text
 from realign.signals import raise_on_signals
-from realign.version import installed_version
 
 if TYPE_CHECKING:
     from realign.cli.train import Start
@@ -222,6 +220,8 @@ def _dispatch(argv: list[str], start: Start) -> int:
 
         return _say(script(args.shell_completion))
     if args.version:
+        from realign.version import installed_version
+
         return _say(installed_version())
     if args.help:
         keys = [word for word in args.words if word not in COMMANDS]
@@ -257,6 +257,8 @@ def _function_of(command: str) -> Callable[..., Any]:
     module, colon, name = COMMANDS[command].function.partition(":")
     if colon:
         return cast(Callable[..., Any], getattr(import_module(f"realign.{module}"), name))
+    from importlib.metadata import entry_points  # imports a parser of e-mail
+
     for point in entry_points(group="realign.commands", name=command):
         return cast(Callable[..., Any], point.load())
     raise ConfigError(f"realign {command} is a package of its own: pip install {module}")

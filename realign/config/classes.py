@@ -2,7 +2,7 @@
 
 Everything is read from the imported class, except one thing: the string after a field, which Python discards, comes
 from the source of its module. `realign.config.index` keeps what the classes of realign tell, so that neither help nor
-completion imports them.
+completion imports them. A user's class is not imported at every press of the tab key: its source tells its fields.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import inspect
 import re
 import sys
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
@@ -107,6 +107,36 @@ def described(thing: Any) -> Class | None:
         return _of_class(thing)  # type: ignore[arg-type]
     returns = _hints(thing).get("return") if inspect.isfunction(thing) else None
     return _of_function(thing, returns) if inspect.isclass(returns) else None
+
+
+def sketched(path: str, find: Callable[[str], Class | None]) -> Class | None:
+    """Return what the source of a class tells without running it: its fields, and those of its base classes.
+
+    Args:
+        path: Import path of the class.
+        find: Returns a class of realign at its import path. Other types of fields are only names.
+
+    Returns:
+        The class; None if no file in `sys.path` has it at the top level.
+    """
+    module, _, name = path.rpartition(".")
+    files = (Path(folder, *module.split(".")).with_suffix(".py") for folder in sys.path)
+    with suppress(OSError, SyntaxError, ValueError, RecursionError, StopIteration):
+        body = ast.parse(next(filter(Path.is_file, files)).read_text(encoding="utf-8")).body
+        node = next(node for node in body if isinstance(node, ast.ClassDef) and node.name == name)
+        froms = [statement for statement in body if isinstance(statement, ast.ImportFrom)]
+        known = {alias.asname or alias.name: f"{f.module}.{alias.name}" for f in froms for alias in f.names}
+        at = [known.get(base, f"{module}.{base}") for base in map(ast.unparse, node.bases)]
+        bases = [base for base in (find(base) or sketched(base, find) for base in at) if base is not None]
+        fields = {name: field for base in reversed(bases) for name, field in base.fields.items()}
+        for line in (line for line in node.body if isinstance(line, ast.AnnAssign)):
+            field, written = ast.unparse(line.target), ast.unparse(line.annotation)
+            if "ClassVar" not in written:
+                types = (Type(kind, known[kind] if find(known.get(kind, "")) else "") for kind in written.split(" | "))
+                fields[field] = Field(field, tuple(types), None, line.value is None, "")
+        lineage = [path for base in bases for path in (base.path, *base.bases)]
+        return Class(path, bases=tuple(lineage), fields=fields, is_dataclass=True)
+    return None
 
 
 def import_path(cls: Any) -> str:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from realign.config.classes import Class, Field, Type
 from realign.config.construct import misfit
 from realign.config.errors import ConfigError, nearest
-from realign.config.index import Find, class_at, object_at
+from realign.config.index import Find, class_at, imported, object_at
 from realign.config.words import ENDINGS, TARGET, class_of_word, is_word, not_of, words_of
 
 
@@ -229,4 +229,6 @@ def fits(cls: Class, kind: Type) -> bool:
     base = class_at(kind.path)
     if base is None or base in (cls, *map(Class, cls.bases)):
         return base is not None and not cls.is_abstract
-    return base.is_protocol and misfit(object_at(cls.path), object_at(base.path)) is None
+    # A user's class that only was sketched stays unimported, so a protocol accepts it if it is imported.
+    own = object_at(cls.path) if cls.is_shipped else imported(cls.path)
+    return base.is_protocol and misfit(own, object_at(base.path)) is None

@@ -70,15 +70,50 @@ def test_an_empty_word_offers_commands_keys_and_groups_but_no_options():
     assert not any(word.startswith("-") for word in words)
 
 
-def test_own_experiments_are_found_and_own_classes_are_not_imported(tmp_path, monkeypatch):
+OWN = """\
+from dataclasses import dataclass
+from realign.api import GenerationConfig as Sampling
+from realign.interfaces.grpo import GRPOActorInterface
+raise AssertionError("imported")
+@dataclass
+class Base(GRPOActorInterface):
+    my_coef: float = 0.5
+    generation: Sampling | None = None
+class Mine(Base):
+    my_switch: bool
+class Loop(Loop):
+    pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [
+        ("interfaces.actor.my", ["interfaces.actor.my_coef=", "interfaces.actor.my_switch="]),
+        ("interfaces.actor.my_switch=t", ["interfaces.actor.my_switch=true"]),
+        ("interfaces.actor.advantage=ga", ["interfaces.actor.advantage=gae"]),
+        ("interfaces.actor.kl.pl", ["interfaces.actor.kl.place="]),
+        ("interfaces.actor.generation.temp", ["interfaces.actor.generation.temperature="]),
+        ("interfaces.actor._target_=own_classes.Missing interfaces.actor.my", []),
+        ("interfaces.actor._target_=own_classes.Loop interfaces.actor.my", []),
+        ("callbacks.mine._target_=own_classes.Mine callbacks.mine.my", []),
+        ("interfaces.", ["interfaces.actor.", "interfaces.reward."]),
+    ],
+)
+def test_fields_of_own_classes_are_offered_and_nothing_is_imported(tmp_path, monkeypatch, typed, expected):
     write_experiment(tmp_path / "conf")
-    (tmp_path / "mine.py").write_text("raise AssertionError('imported')\n")
-    (tmp_path / "own.yaml").write_text("defaults: [/experiment/bigram]\ninterfaces: {actor: {_target_: mine.Mine}}\n")
+    (tmp_path / "own_classes.py").write_text(OWN)
+    (tmp_path / "own.yaml").write_text(
+        "defaults: [/experiment/bigram]\ninterfaces: {actor: {_target_: own_classes.Mine}}\n"
+    )
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    assert completions("realign --config-dir conf experiment=big") == ["experiment=bigram"]
-    assert completions("realign --config-dir conf ./own.yaml interfaces.actor.my") == []
-    assert "interfaces.reward." in completions("realign --config-dir conf ./own.yaml interfaces.")
+    assert completions(f"realign --config-dir conf ./own.yaml {typed}") == expected
+
+
+def test_own_experiments_are_found(tmp_path):
+    write_experiment(tmp_path)
+    assert completions(f"realign --config-dir {tmp_path} experiment=big") == ["experiment=bigram"]
 
 
 def test_completion_imports_neither_torch_nor_hydra(tmp_path):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-import json
+import os
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -52,81 +53,142 @@ def test_a_class_that_is_not_found_or_whose_module_fails_is_none(tmp_path, monke
         assert class_at(path) is None
 
 
+A = """\
+from dataclasses import dataclass
+from realign.settings import Settings
+@dataclass
+class A(Settings):
+    size: int = 1
+"""
+B = """\
+from dataclasses import dataclass
+from little.a import A
+@dataclass
+class B(A):
+    more: float = 0.5
+"""
+C = A.replace("class A", "class C")
+
+
 @pytest.fixture
-def cached(tmp_path, monkeypatch):
-    """An empty cache folder, a small index in place of a built one, and the number of times that it was built."""
+def little(tmp_path, monkeypatch):
+    """A small package in place of realign, with an empty cache folder; the modules that reading its index imports."""
+    imports: list[str] = []
+    imported = index._imported
+
+    def counted(module: str):
+        imports.append(module)
+        sys.modules.pop(module, None)
+        return imported(module)
+
+    package = tmp_path / "little"
+    package.mkdir()
+    for name, text in {"__init__": "", "a": A, "b": B, "c": C}.items():
+        (package / f"{name}.py").write_text(text)
+    monkeypatch.setattr(index, "_imported", counted)
+    monkeypatch.setattr(index, "ROOT", package)
+    monkeypatch.setattr(index, "FILE", package / "index.json")
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    builds: list[bytes] = []
-
-    def build() -> bytes:
-        small = {"sources": index._digest(), "classes": {}, "exported": {f"realign.built.{len(builds)}": "x"}}
-        builds.append(json.dumps(small).encode())
-        return builds[-1]
-
-    monkeypatch.setattr(index, "build", build)
-    monkeypatch.setattr(index, "FILE", tmp_path / "index.json")
-    return tmp_path, builds
+    monkeypatch.syspath_prepend(tmp_path)
+    yield package, imports
+    for name in [name for name in sys.modules if name.partition(".")[0] == "little"]:
+        del sys.modules[name]
 
 
-def read() -> int:
-    """Return which build the index of a new process is."""
-    exported = index._shipped.__wrapped__()["exported"]
-    return int(next(iter(exported)).rpartition(".")[2])
+ALL = ["little", "little.a", "little.b", "little.c"]
 
 
-def file_of(folder):
-    (path,) = (folder / "cache" / "realign" / "index").iterdir()
+def read(imports: list[str]) -> list[str]:
+    """Return the modules that a new process imports for the index."""
+    imports.clear()
+    index._shipped.__wrapped__()
+    return list(imports)
+
+
+def fields() -> dict[str, list[str]]:
+    """Return the fields of each class in the index."""
+    classes = index._shipped.__wrapped__()["classes"]
+    return {path.removeprefix("little."): list(told["fields"]) for path, told in classes.items()}
+
+
+def file_of(package):
+    (path,) = (package.parent / "cache" / "realign" / "index").iterdir()
     return path
 
 
-def test_a_second_process_reads_the_file(cached):
-    folder, _ = cached
-    assert [read(), read()] == [0, 0]
-    assert file_of(folder).stat().st_mode & 0o777 == 0o600
+def test_a_second_process_reads_the_file(little):
+    package, imports = little
+    assert read(imports) == ALL
+    assert read(imports) == []
+    assert fields() == {"a.A": ["size"], "b.B": ["size", "more"], "c.C": ["size"]}
+    assert file_of(package).stat().st_mode & 0o777 == 0o600
 
 
-def test_a_changed_source_file_is_read_again_and_replaces_the_file(cached, monkeypatch):
-    folder, _ = cached
-    assert read() == 0
-    monkeypatch.setattr(index, "ROOT", folder)
-    (folder / "one.py").write_text("x = 1")
-    assert [read(), read()] == [1, 1]
-    (folder / "one.py").write_text("x = 2")
-    assert [read(), read()] == [2, 2]
+def test_after_an_edit_only_its_module_and_those_that_import_it_are_read_again(little):
+    package, imports = little
+    read(imports)
+    (package / "c.py").write_text(C.replace("size", "length"))
+    assert read(imports) == ["little.c"]
+    (package / "a.py").write_text(A.replace("size", "length"))
+    assert read(imports) == ["little.a", "little.b"]
+    (package / "d.py").write_text(C.replace("class C", "class D"))
+    assert read(imports) == ["little.d"]
+    (package / "c.py").unlink()
+    assert read(imports) == []
+    assert fields() == {"a.A": ["length"], "b.B": ["length", "more"], "d.D": ["size"]}
+    assert read(imports) == []
 
 
-@pytest.mark.parametrize("text", ["", "x", "[]", "\x00\xff", '{"sources": 1}'])
-def test_a_damaged_file_is_written_again(cached, text):
-    folder, _ = cached
-    assert read() == 0
-    file_of(folder).write_text(text)
-    assert [read(), read()] == [1, 1]
+def test_another_time_of_the_same_content_imports_nothing(little):
+    package, imports = little
+    read(imports)
+    os.utime(package / "a.py", (1, 1))
+    assert read(imports) == []
 
 
-def test_the_file_of_a_wheel_comes_first_and_counts_only_for_its_own_sources(cached):
-    folder, builds = cached
-    (folder / "index.json").write_bytes(index.build())
-    assert [read(), len(builds)] == [0, 1]
-    (folder / "index.json").write_bytes(builds[0].replace(index._digest().encode(), b"of another version"))
-    assert [read(), read()] == [1, 1]
+def test_a_class_that_a_field_names_for_the_first_time_is_found_wherever_it_is(little):
+    package, imports = little
+    (package / "a.py").write_text(A + "class Plain: pass\n")
+    read(imports)
+    (package / "c.py").write_text(
+        C.replace("size: int = 1", "size: Plain").replace("@", "from little.a import Plain\n@")
+    )
+    assert read(imports) == ["little.c", *ALL]
+    assert "a.Plain" in fields()
 
 
-def test_a_cache_that_others_can_write_to_or_that_cannot_be_written_is_not_used(cached):
-    folder, _ = cached
-    assert read() == 0
-    file_of(folder).parent.chmod(0o777)
-    assert [read(), read()] == [1, 2]
+@pytest.mark.parametrize("text", ["", "x", "[]", "\x00\xff", '{"files": 1}', '{"files": {"little": 1}}'])
+def test_a_damaged_file_is_written_again(little, text):
+    package, imports = little
+    read(imports)
+    file_of(package).write_text(text)
+    assert read(imports) == ALL
+    assert read(imports) == []
 
 
-def test_without_a_folder_to_write_to_the_index_is_built_each_time(cached, monkeypatch):
-    folder, _ = cached
-    (folder / "file").write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "file"))
-    assert [read(), read()] == [0, 1]
+def test_the_file_of_a_wheel_spares_the_imports(little):
+    package, imports = little
+    (package / "index.json").write_bytes(index.build())
+    os.utime(package / "b.py", (1, 1))  # as an installation does
+    assert read(imports) == []
+    (package / "c.py").write_text(C.replace("size", "length"))
+    assert read(imports) == ["little.c"]
+    assert fields()["c.C"] == ["length"]
 
 
-def test_concurrent_writers_leave_one_complete_file(cached):
-    folder, builds = cached
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda _: read(), range(40)))
-    assert file_of(folder).read_bytes() in builds
+def test_a_cache_that_others_can_write_to_or_that_cannot_be_written_is_not_used(little, monkeypatch):
+    package, imports = little
+    read(imports)
+    file_of(package).parent.chmod(0o777)
+    assert read(imports) == read(imports) == ALL
+    (package.parent / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(package.parent / "file"))
+    assert read(imports) == read(imports) == ALL
+
+
+def test_of_processes_that_start_together_one_reads_the_classes(little):
+    _, imports = little
+    with ThreadPoolExecutor(8) as pool:  # each opens the lock, as a process of its own
+        list(pool.map(lambda _: index._shipped.__wrapped__(), range(8)))
+    assert imports == ALL
