@@ -23,7 +23,18 @@ from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from enum import Enum, StrEnum
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Protocol, Union, get_args, get_origin, get_type_hints
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    ClassVar,
+    NamedTuple,
+    Protocol,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from realign.errors import NoEffectError, SettingsError
 
@@ -97,7 +108,7 @@ class Settings:
     def __post_init__(self) -> None:
         if not is_dataclass(self):
             return
-        hints = _hints(type(self))
+        hints = hints_of(type(self), extras=True)
         for field in fields(self):
             given = getattr(self, field.name)
             value = check_value(field.name, given, hints[field.name])
@@ -136,9 +147,35 @@ def _format(value: Any) -> str:
 
 
 @cache
-def _hints(kind: type) -> Mapping[str, Any]:
-    """Return the annotations of a class. Evaluating them takes longer than checking all values."""
-    return get_type_hints(kind, include_extras=True)
+def hints_of(thing: Any, *, extras: bool = False) -> Mapping[str, Any]:
+    """Return the evaluated annotations of a class or function, with metadata such as a `Range` if `extras`.
+
+    Evaluating them takes longer than building an object and checking its values.
+
+    Raises:
+        NameError: a name is imported under TYPE_CHECKING only.
+    """
+    return get_type_hints(thing, include_extras=extras)
+
+
+class Member(NamedTuple):
+    """One member of an annotation, which is a union or that member alone."""
+
+    type: Any
+    """The type without metadata, such as int, list[str], None's type, or a class."""
+    extras: tuple[Any, ...] = ()
+    """Metadata, such as a `Range`."""
+
+
+@cache
+def members_of(annotation: Any) -> tuple[Member, ...]:
+    """Return the members of an evaluated annotation. Metadata of a union is that of each member."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return tuple(Member(member.type, (*member.extras, *arguments[1:])) for member in members_of(arguments[0]))
+    if origin in (Union, types.UnionType):
+        return tuple(dict.fromkeys(member for argument in arguments for member in members_of(argument)))
+    return (Member(type(None) if annotation is None else annotation),)
 
 
 class AcceptsForeign(ABC):
@@ -183,8 +220,9 @@ def check_value(name: str, value: Any, annotation: Any) -> Any:
     Raises:
         SettingsError: a number is outside its range, or a text is not the name of a member.
     """
-    members = _members(annotation)
-    if not any(map(_is_checked, members)) or (value is None and type(None) in members):
+    members = members_of(annotation)
+    null = Member(type(None)) in members
+    if not any(map(_is_checked, members)) or (value is None and null):
         return value
     mistakes = []
     # One member at a time, since pydantic would list an error for each member of a union (ADR 40).
@@ -197,8 +235,8 @@ def check_value(name: str, value: Any, annotation: Any) -> Any:
             return valid if isinstance(valid, Enum) else value  # an int stays one in a float field
     if value is None:
         raise SettingsError(f"{name} must not be null; valid: {_valid(members)}")
-    or_null = ", or null" if type(None) in members else ""
-    choices = [choice for kind in filter(_is_enum, members) for choice in choices_of(kind)]
+    or_null = ", or null" if null else ""
+    choices = [choice for member in members if _is_enum(member.type) for choice in choices_of(member.type)]
     if choices and isinstance(value, str):
         raise SettingsError(f"{name}={value!r}: unknown choice (valid: {', '.join(choices)}{or_null})")
     # Messages about the value, such as multiple_of, say more than those about a type: int_type, is_instance_of.
@@ -212,15 +250,16 @@ def choices_of(kind: type[Enum]) -> dict[str, Enum]:
 
 
 @cache
-def _validator(member: Any) -> Callable[..., Any]:
+def _validator(member: Member) -> Callable[..., Any]:
     """Return pydantic's validation of one member of a union. It converts nothing but names of enum members."""
     from pydantic import TypeAdapter
     from pydantic_core import SchemaValidator
     from pydantic_core.core_schema import is_instance_schema, no_info_before_validator_function
 
-    kind = get_origin(member) or member
-    if kind is Annotated or not isinstance(kind, type) or kind in _LEAVES:
-        return partial(TypeAdapter(member).validate_python, strict=True)
+    kind = get_origin(member.type) or member.type
+    if not isinstance(kind, type) or kind in _LEAVES:
+        written = Annotated[member.type, *member.extras] if member.extras else member.type
+        return partial(TypeAdapter(written).validate_python, strict=True)
     if getattr(kind, "_is_protocol", False):
         kind = object
     schema: CoreSchema = is_instance_schema(kind)  # pydantic alone would also check the fields of dataclasses
@@ -232,33 +271,26 @@ def _validator(member: Any) -> Callable[..., Any]:
     return SchemaValidator(schema).validate_python
 
 
-def _members(annotation: Any) -> tuple[Any, ...]:
-    """Return the members of a union. Metadata is only kept at the types whose values pydantic reads alone."""
-    members = get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
-    split = [(member, get_args(member)[0]) if get_origin(member) is Annotated else (member,) for member in members]
-    return tuple(pair[0] if pair[-1] in _LEAVES else pair[-1] for pair in split)
+def _is_enum(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, Enum)
 
 
-def _is_enum(member: Any) -> bool:
-    return isinstance(member, type) and issubclass(member, Enum)
+def _is_checked(member: Member) -> bool:
+    """Return whether values of other types are invalid: for enums, components, and leaves with metadata."""
+    kind = member.type
+    return (member.extras and kind in _LEAVES) or (isinstance(kind, type) and issubclass(kind, Enum | Settings))
 
 
-def _is_checked(member: Any) -> bool:
-    """Return whether values of other types are invalid: for enums, components, and numbers with a range."""
-    return get_origin(member) is Annotated or (isinstance(member, type) and issubclass(member, Enum | Settings))
-
-
-def _valid(members: tuple[Any, ...]) -> str:
+def _valid(members: tuple[Member, ...]) -> str:
     texts = []
-    for member in filter(_is_checked, members):
-        if _is_enum(member):
-            texts.append(f"one of {', '.join(choices_of(member))}")
-        elif get_origin(member) is Annotated:
-            kind, *extras = get_args(member)
-            number = {int: "a whole number", float: "a number"}.get(kind, getattr(kind, "__name__", str(kind)))
+    for kind, extras in filter(_is_checked, members):
+        if _is_enum(kind):
+            texts.append(f"one of {', '.join(choices_of(kind))}")
+        elif kind in _LEAVES:
+            number = {int: "a whole number", float: "a number"}.get(kind, kind.__name__)
             texts.append(" ".join([number, *(str(extra) for extra in extras if isinstance(extra, Range))]))
         else:
-            texts.append(f"an object of {member.__name__}")
+            texts.append(f"an object of {kind.__name__}")
     return " or ".join(texts)
 
 
@@ -267,6 +299,7 @@ __all__ = [
     "Count",
     "Finite",
     "Fraction",
+    "Member",
     "NonNegative",
     "NonNegativeInt",
     "Positive",
@@ -274,4 +307,6 @@ __all__ = [
     "Settings",
     "check_value",
     "choices_of",
+    "hints_of",
+    "members_of",
 ]

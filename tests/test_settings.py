@@ -134,6 +134,7 @@ def test_none_passes_only_if_the_annotation_allows_it():
     ("annotation", "value", "message"),
     [
         (Annotated[str, StringConstraints(pattern="^[a-z]+$")], "A1", "should match pattern"),
+        (Annotated[float | int, Range(gt=0)], -1, "must be above 0"),
         (Annotated[int, Field(multiple_of=4)] | None, 6, "multiple of 4, or null"),
     ],
 )

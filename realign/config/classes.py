@@ -12,16 +12,15 @@ import dataclasses
 import inspect
 import re
 import sys
-import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, get_args, get_origin
 
-from realign.settings import Range, default_of
+from realign.settings import Member, Range, default_of, hints_of, members_of
 
 PACKAGE = "realign"
 TARGET = "_target_"
@@ -193,43 +192,34 @@ def _field(name: str, annotation: Any, default: Any, missing: Any, text: str) ->
 
 def _hints(thing: Any) -> Mapping[str, Any]:
     with suppress(NameError, TypeError):  # a name that is imported under TYPE_CHECKING only: building reports it
-        return get_type_hints(thing, include_extras=True)
+        return hints_of(thing, extras=True)
     return {}
 
 
 # --- types and values ---
 
 
+@lru_cache(maxsize=4096)
 def types_of(annotation: Any) -> tuple[Type, ...]:
     """Return the members of an evaluated annotation: one type, or those of a union."""
-    members: list[Type] = []
-    for member in _types(annotation):  # a mapping of texts has no hash
-        members += [member] if member not in members else []
-    return tuple(members)
+    return tuple(map(_type, members_of(annotation)))
 
 
-def _types(annotation: Any, limits: str = "") -> Iterator[Type]:
-    origin, arguments = get_origin(annotation), get_args(annotation)
-    if origin is Annotated:
-        found = (str(extra) for extra in arguments[1:] if isinstance(extra, Range))
-        yield from _types(arguments[0], next(found, limits))
-    elif origin in (Union, types.UnionType):
-        for member in arguments:
-            yield from _types(member, limits)
-    elif origin is Literal:
-        yield Type("Literal", members={str(value): "" for value in arguments})
-    elif annotation is None or annotation is type(None):
-        yield Type("None")
-    elif inspect.isclass(annotation) and issubclass(annotation, Enum):
+def _type(member: Member) -> Type:
+    annotation, origin, arguments = member.type, get_origin(member.type), get_args(member.type)
+    if origin is Literal:
+        return Type("Literal", members={str(value): "" for value in arguments})
+    if annotation is type(None):
+        return Type("None")
+    if inspect.isclass(annotation) and issubclass(annotation, Enum):
         texts = _strings_after(annotation)
         members = {name.rstrip("_"): texts.get(name, "") for name in annotation.__members__}
-        yield Type(annotation.__name__, import_path(annotation), members=members)
-    else:
-        named = origin or annotation
-        name = getattr(named, "__name__", str(named).rpartition(".")[2])
-        path = import_path(named) if getattr(named, "__module__", "builtins") not in _BUILT_IN else ""
-        inside = () if origin is None else tuple(types_of(argument) for argument in arguments)
-        yield Type(name, path, inside, limits)
+        return Type(annotation.__name__, import_path(annotation), members=members)
+    named = origin or annotation
+    name = getattr(named, "__name__", str(named).rpartition(".")[2])
+    path = import_path(named) if getattr(named, "__module__", "builtins") not in _BUILT_IN else ""
+    inside = () if origin is None else tuple(map(types_of, arguments))
+    return Type(name, path, inside, next((str(extra) for extra in member.extras if isinstance(extra, Range)), ""))
 
 
 _BUILT_IN = ("builtins", "typing", "collections.abc", "pathlib")

@@ -14,14 +14,13 @@ import inspect
 import pkgutil
 import re
 import sys
-import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from enum import Enum
 from functools import cache, partial
 from pathlib import Path
 from types import MappingProxyType, ModuleType
-from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, get_args, get_origin
 
 from realign.config.classes import described, types_of
 from realign.config.errors import ConfigError, how_to_disable, join_messages, list_names, one_line, suggest, unknown_key
@@ -36,7 +35,7 @@ from realign.config.words import (
     words_of,
 )
 from realign.errors import GraphError, NoEffectError, SettingsError
-from realign.settings import AcceptsForeign, StandIn, choices_of, default_of
+from realign.settings import AcceptsForeign, StandIn, choices_of, default_of, hints_of, members_of
 
 NEAR = 0.75
 """Minimum similarity (0 to 1) of two names to suggest one for the other."""
@@ -195,12 +194,12 @@ def misfit(cls: type, kind: Any) -> str | None:
 
 # --- values ---
 
-_BOOLS: Mapping[str, bool] = types.MappingProxyType(
+_BOOLS: Mapping[str, bool] = MappingProxyType(
     dict.fromkeys(("true", "yes", "y", "on", "1"), True) | dict.fromkeys(("false", "no", "n", "off", "0"), False)
 )
 """Texts of a bool."""
 # pydantic's lax mode would take 1.0 and `true` for the integer 1, and refuse 1 as a text (ADR 40).
-_LEAVES: Mapping[Any, tuple[Callable[[Any], Any], tuple[type, ...]]] = types.MappingProxyType(
+_LEAVES: Mapping[Any, tuple[Callable[[Any], Any], tuple[type, ...]]] = MappingProxyType(
     {
         bool: (lambda raw: _BOOLS[str(raw).lower()], (bool, int, str)),
         int: (int, (int, str)),
@@ -210,7 +209,7 @@ _LEAVES: Mapping[Any, tuple[Callable[[Any], Any], tuple[type, ...]]] = types.Map
     }
 )
 """How a value of YAML or a text becomes one of each type, and from which types. A bool is no number."""
-_SCALES: Mapping[str, Mapping[str, float]] = types.MappingProxyType(
+_SCALES: Mapping[str, Mapping[str, float]] = MappingProxyType(
     {
         "s": {"ms": 0.001, "s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600},
         "minutes": {"s": 1 / 60, "m": 1, "min": 1, "h": 60},
@@ -239,14 +238,15 @@ def convert(raw: Any, annotation: Any, where: str, default: Any = None) -> Any:
     if raw == "???":
         raise ConfigError(f"{where} is missing: give it a value ({_type_name(annotation)})")
     origin, arguments = get_origin(annotation), get_args(annotation)
+    members = [member.type for member in members_of(annotation)]
     # Words come before unions, since all members of a union share them: the class of a word decides which one is meant.
     if isinstance(raw, str) and annotation not in _LEAVES and component_bases(accepted := types_of(annotation)):
-        if raw == NONE and type(None) in arguments:
+        if raw == NONE and type(None) in members:
             return None
         if raw.isidentifier() and (cls := class_of_word(raw, accepted, where)) is not None:
             raw = {TARGET: cls.path}
-    if origin in (Union, types.UnionType):
-        return _one_of(raw, arguments, where, default)
+    if len(members) > 1:
+        return _one_of(raw, members, where, default)
     if isinstance(raw, Mapping):
         component = _component(raw, annotation, where, default)
         if component is not None:
@@ -274,10 +274,10 @@ def convert(raw: Any, annotation: Any, where: str, default: Any = None) -> Any:
     raise _wrong_type(raw, annotation, where)
 
 
-def _one_of(raw: Any, members: tuple[Any, ...], where: str, default: Any) -> Any:
+def _one_of(raw: Any, members: list[Any], where: str, default: Any) -> Any:
     if raw is None and type(None) in members:
         return None
-    members = tuple(m for m in members if m is not type(None))
+    members = [member for member in members if member is not type(None)]
     if len(members) == 1:
         return convert(raw, members[0], where, default)
     # Without this, `int | str` would make the integer 1 of the text "1": the first member that can convert it wins.
@@ -496,7 +496,7 @@ def build_graph(node: Any, returns: type[T], where: str, interfaces: Mapping[str
     def fits(function: Any) -> bool:
         # All annotations are evaluated, also those that nobody needs here.
         with suppress(NameError):  # unresolvable annotation of a third-party function
-            return inspect.isfunction(function) and annotations_of(function).get("return") is returns
+            return inspect.isfunction(function) and hints_of(function).get("return") is returns
         return False
 
     name = _type_name(returns)
@@ -566,15 +566,9 @@ def _check_constructible(cls: type, where: str) -> None:
         raise ConfigError(f"{where}: {cls.__qualname__} is not a dataclass, so its fields cannot be checked")
 
 
-@cache
-def annotations_of(thing: Any) -> Mapping[str, Any]:
-    """Return the evaluated annotations of a class or function. Evaluating them takes longer than building from them."""
-    return get_type_hints(thing)
-
-
 def _hints(thing: Any, where: str) -> Mapping[str, Any]:
     try:
-        return annotations_of(thing)
+        return hints_of(thing)
     except NameError as error:
         raise ConfigError(
             f"{where}: cannot read the annotations of {thing.__qualname__}: {error}. Import the name outside "

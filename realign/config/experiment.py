@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any, get_args
 from realign.config.classes import import_path
 from realign.config.construct import (
     INTERFACES,
-    annotations_of,
     build,
     build_graph,
     convert,
@@ -36,7 +35,7 @@ from realign.config.trees import has, remove
 from realign.config.words import TARGET, of_sibling
 from realign.errors import NoEffectError, SettingsError
 from realign.run_settings import RunSettings
-from realign.settings import Count, default_of
+from realign.settings import Count, default_of, hints_of
 
 if TYPE_CHECKING:
     from realign.api import RPC, DataflowGraph, GenerationConfig, ModelInterface, ModelSpec
@@ -138,7 +137,8 @@ def build_experiment(config: ExperimentConfig) -> Experiment:
                 config = _without(config, error)
                 idle.append(f"{error.key}{error.value and '='}{error.value} ({error.reason.partition('. ')[0]})")
             else:
-                return dataclasses.replace(experiment, idle=idle)
+                experiment.idle = idle
+                return experiment
 
 
 def _overlap(key: str, other: str) -> bool:
@@ -209,7 +209,8 @@ def _build(config: ExperimentConfig) -> Experiment:
         rollout=_one(config, "rollout"),
         dropped=list(config.dropped),
     )
-    return dataclasses.replace(experiment, resolved=resolve_config(config, experiment))
+    experiment.resolved = resolve_config(config, experiment)
+    return experiment
 
 
 def _graph_node(config: ExperimentConfig, interfaces: Mapping[str, ModelInterface]) -> dict[str, Any]:
@@ -260,7 +261,7 @@ def as_node(value: Any, declared: Any = None) -> Any:
     """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         cls = type(value)
-        hints = annotations_of(cls)
+        hints = hints_of(cls)
         annotated = declared is cls or cls in get_args(declared)
         node = {} if annotated else {TARGET: f"{cls.__module__}.{cls.__qualname__}"}
         fields = [f for f in dataclasses.fields(cls) if f.init]

@@ -102,8 +102,8 @@ def run(
     ranks, watch, trackers = current(), watch or watch_for(experiment.runtime), tuple(trackers)
     _check_ranks(experiment, ranks)
     check_same_settings(experiment, ranks)
+    check_ready(experiment)  # first, since another output_dir would not repair a mistake in a setting
     ranks.lead(partial(check_output_folder, experiment))
-    check_ready(experiment)
     attempts = Attempts(experiment)
     training: TrainingLoop | None = None
     # the commands in the summary add `resume=auto` themselves

@@ -124,7 +124,7 @@ def test_train_is_the_default_command_and_flags_and_names_of_other_tools_work(he
 
 
 def test_a_command_of_a_package_that_is_not_installed_says_how_to_install_it(here, monkeypatch, capsys):
-    monkeypatch.setattr(cli, "entry_points", lambda group, name: ())
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group, name: ())
     assert cli.main(["plan", "experiment=bigram"]) == 2
     assert capsys.readouterr().err == "error: realign plan is a package of its own: pip install realign-planner\n"
 

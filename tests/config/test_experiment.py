@@ -459,3 +459,12 @@ def test_settings_of_the_run_without_effect_follow_the_same_rule(tmp_path):
     made = idle(tmp_path, more="keep_saves: 3\nsave_every_steps: null\n")
     assert made.keep_saves is None
     assert made.idle[-1] == "keep_saves=3 (without save_every_steps)"
+
+
+def test_building_runs_the_constructor_of_the_experiment_once(monkeypatch):
+    runs = []
+    check = Experiment.__post_init__
+    monkeypatch.setattr(Experiment, "__post_init__", lambda self: (runs.append(self), check(self)))
+    made = build_experiment(compose(["experiment=grpo", *REQUIRED, "interfaces.reward.function=builtins.py:len"]))
+    assert runs == [made]
+    assert made.resolved["interfaces"]["actor"]["adv_norm"]["std"] == "group"

@@ -18,11 +18,13 @@ from realign.own_files import FILES, OwnFiles
 from realign.runtime import output_folder as exclusive
 from realign.runtime import run
 from realign.runtime.output_folder import CLAIMED, alone_in, check_output_folder, take_output_folder
-from tests.toys import Prompts, experiment
+from tests.toys import BigramModel, Prompts, experiment
 
 
 def test_an_earlier_run_is_not_overwritten_unasked(tmp_path):
     run(experiment(tmp_path))
+    with pytest.raises(ConfigError, match="did you mean 'actr'"):  # a mistake in a setting is not about the folder
+        run(experiment(tmp_path, models={"actr": BigramModel()}))
     with pytest.raises(ConfigError, match="contains an earlier run"):
         run(experiment(tmp_path))
     made(tmp_path / "run", "step_000002/actor/weights")
