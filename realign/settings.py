@@ -258,7 +258,7 @@ def _validator(member: Member) -> Callable[..., Any]:
 
     kind = get_origin(member.type) or member.type
     if not isinstance(kind, type) or kind in _LEAVES:
-        written = Annotated[member.type, *member.extras] if member.extras else member.type
+        written: Any = Annotated[member.type, *member.extras] if member.extras else member.type
         return partial(TypeAdapter(written).validate_python, strict=True)
     if getattr(kind, "_is_protocol", False):
         kind = object
