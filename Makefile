@@ -73,8 +73,8 @@ $(VENV)/.slow: $(VENV)/.installed
 	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS),deepspeed,mcp,search,tools]'
 	@touch $@
 
-# Tests that take long, and the property tests with 100 instead of 30 examples. SLOW="slow and not ray" selects some;
-# PROFILE=fast makes 30 examples.
+# Tests that take long, and the property tests with 100 instead of 15 examples. SLOW="slow and not ray" selects some;
+# PROFILE=fast makes 15 examples.
 SLOW ?= slow or hypothesis
 PROFILE ?= full
 test-slow: export OMP_NUM_THREADS = 1

@@ -15,7 +15,7 @@ import pytest
 
 # On a busy machine an example may take any time. `make test-slow` has the profile `full`.
 UNTIMED = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
-hypothesis.settings.register_profile("fast", max_examples=30, **UNTIMED)
+hypothesis.settings.register_profile("fast", max_examples=15, **UNTIMED)
 hypothesis.settings.register_profile("full", max_examples=100, **UNTIMED)
 hypothesis.settings.load_profile("fast")
 

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import realign
@@ -146,7 +146,6 @@ CONTENT = st.binary(max_size=3)
 EDITS = st.lists(st.tuples(st.sampled_from(["write", "add", "remove", "link", "touch"]), PATHS, CONTENT), max_size=3)
 
 
-@settings(max_examples=60, deadline=None)
 @given(files=st.dictionaries(PATHS, CONTENT, min_size=1), edits=EDITS)
 def test_a_folder_goes_as_a_whole_if_nobody_changed_it_and_stays_as_a_whole_if_somebody_did(
     files, edits, tmp_path_factory

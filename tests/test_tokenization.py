@@ -59,7 +59,6 @@ def tokenizer_of(kind):
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "always", "first"])
-@settings(deadline=None, max_examples=100)
 @given(PARTS)
 def test_the_context_of_a_part_that_the_model_writes_is_that_of_generation(kind, parts):
     """And if all contexts are the beginning of the whole text's tokens, the row has exactly these."""
@@ -84,7 +83,6 @@ def test_the_context_of_a_part_that_the_model_writes_is_that_of_generation(kind,
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(deadline=None, max_examples=100)
 @given(TEXT, TEXT)
 def test_the_text_of_tokens_after_others_is_the_text_that_they_came_from(kind, before, text):
     tokenizer = chat_tokenizer(None, kind=kind)

@@ -22,7 +22,7 @@ RUNS = "tests/virtual_cuda/test_runs.py"
 KINDS = "instructgpt or qwen_trains or areal or trlx_ppo or step_by_step or reward_tldr"
 """Presets that differ in what is on the device: averaged weights and pretraining text, a critic alone, several samples
 per prompt and proximal log-probs, a trunk with a branch, penalties, and a calibrated reward model."""
-QUICK = "trains_on_the_device[grpo] or lora or resumes or full_device or model_is_on"
+QUICK = "trains_on_the_device[grpo] or full_device or model_is_on"
 
 
 def on_device(*arguments: str, fp32: bool = False) -> None:
@@ -40,9 +40,8 @@ def test_other_tests_and_the_processes_that_they_start_see_no_gpu():
     assert not torch.cuda.is_available()
 
 
-def test_the_device_its_budgets_and_a_run_on_it():
-    files = [f"tests/virtual_cuda/test_{name}.py" for name in ("device", "budgets", "streams_and_memory")]
-    on_device(*files, RUNS, "-k", f"test_device or test_budgets or test_streams or {QUICK}")
+def test_the_device_and_a_run_on_it():
+    on_device("tests/virtual_cuda/test_device.py", RUNS, "-k", f"test_device or {QUICK}")
 
 
 @pytest.mark.slow
@@ -57,8 +56,9 @@ def test_the_memory_of_a_rank_in_all_other_cases():
 
 
 @pytest.mark.slow
-def test_every_run_on_the_device():
-    on_device(RUNS, "-k", f"not ({QUICK})")
+def test_budgets_streams_and_every_other_run_on_the_device():
+    files = [f"tests/virtual_cuda/test_{name}.py" for name in ("budgets", "streams_and_memory")]
+    on_device(*files, RUNS, "-k", f"not ({QUICK})")
 
 
 @pytest.mark.slow

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from realign.data import AssistantMasks, PreferenceData, PromptData, SupervisedData, Template, TooLong, Turns
@@ -533,7 +533,6 @@ def conversations(draw):
     return messages
 
 
-@settings(deadline=None, max_examples=60)
 @given(conversations(), st.sampled_from([CHATML, PLAIN_CHATML, LLAMA3, GENERATION]))
 def test_segments_are_the_rendered_conversation_and_train_the_answers(messages, template):
     tokenizer = chat_tokenizer(template, "<|eot_id|>" if template is LLAMA3 else "<|im_end|>")

@@ -2,7 +2,7 @@ import json
 import logging
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -33,7 +33,6 @@ def original(tokens, start, length, end):
     return tokens
 
 
-@settings(deadline=None, max_examples=60)
 @given(
     st.lists(st.text("ab.? ", max_size=12), min_size=1, max_size=4),
     st.sampled_from([None, ".", "?"]),

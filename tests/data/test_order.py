@@ -89,7 +89,6 @@ def test_the_sources_of_a_block_have_their_share_and_ranks_count_earlier_places(
 weight_changes = st.builds(Ramp, st.floats(0, 9), st.floats(0, 9), st.integers(1, 3 * BLOCK))
 
 
-@settings(deadline=None, max_examples=30)
 @given(st.lists(weight_changes, min_size=1, max_size=4).map(lambda w: [*w, 0.5]), st.integers(0, 9))
 def test_the_sources_follow_weights_that_change(weights, seed):
     """Each place draws with the weights at it, so counts of 256 places are within 5 standard deviations."""

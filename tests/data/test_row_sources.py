@@ -10,7 +10,7 @@ import pyarrow
 import pyarrow.feather
 import pyarrow.parquet
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from realign.data import PreferenceData, RowSource, Split, Table, UnpairedData, files, read_rows
@@ -288,7 +288,6 @@ def test_reading_from_any_position_gives_the_rows_after_it(source):
 CELL = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\r"), max_size=5)
 
 
-@settings(deadline=None, max_examples=60)
 @given(st.lists(st.tuples(CELL, CELL), min_size=1, max_size=6), st.sampled_from([",", "\t", ";"]))
 def test_delimited_files_with_any_cells_are_read_from_any_position(tmp_path_factory, cells, delimiter):
     file = tmp_path_factory.mktemp("csv") / ("rows.tsv" if delimiter == "\t" else "rows.csv")

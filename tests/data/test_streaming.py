@@ -3,7 +3,7 @@ import logging
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from realign.data import PreferenceData, PromptData, RewardedData, RowSource, Split, SupervisedData, UnpairedData
@@ -56,7 +56,6 @@ def sources_of(files, weighted):
     return [RowSource(name, weight=i + 1) for i, name in enumerate(names)] if weighted else names
 
 
-@settings(deadline=None, max_examples=60)
 @given(
     buffer=st.integers(1, 40),
     stops=st.lists(st.integers(1, 30), max_size=4),
@@ -92,7 +91,6 @@ def test_a_stream_interrupted_anywhere_gives_the_rows_of_an_undisturbed_one(
     assert rows == expected
 
 
-@settings(deadline=None, max_examples=40)
 @given(st.integers(1, 40), st.booleans(), st.integers(0, 2))
 def test_an_epoch_contains_every_row_once_that_is_not_dropped(files, buffer, shuffle, seed):
     dataset = prompts(f"{files}/*.jsonl", shuffle_buffer=buffer).load(TOKENIZER)

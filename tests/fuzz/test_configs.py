@@ -16,7 +16,7 @@ from functools import cache
 from typing import Any
 from unittest import mock
 
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
@@ -111,7 +111,7 @@ def check(plain: Mapping[str, Any]) -> Any:
     return taken
 
 
-@settings(BOUNDED, max_examples=60)
+@BOUNDED
 @given(st.sampled_from(EXPERIMENTS), st.data())
 def test_a_value_that_is_odd(name, data):
     plain = copy.deepcopy(whole(name))
@@ -130,7 +130,7 @@ def test_a_value_that_is_odd(name, data):
         assert value in (None, {}), f"{'.'.join(map(str, path))} took {value}"
 
 
-@settings(BOUNDED, max_examples=100)
+@BOUNDED
 @given(st.sampled_from(EXPERIMENTS), st.data())
 def test_a_key_that_is_misspelt_or_missing(name, data):
     plain = copy.deepcopy(whole(name))
@@ -169,7 +169,7 @@ OVERRIDES = st.one_of(
 )
 
 
-@settings(BOUNDED, max_examples=30)
+@BOUNDED
 @given(st.lists(OVERRIDES, min_size=1, max_size=3))
 def test_overrides_as_they_are_typed(overrides):
     with no_call():

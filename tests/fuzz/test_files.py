@@ -21,7 +21,7 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from realign.data import PreferenceData, PromptData, SupervisedData, TextData, read_rows
@@ -209,7 +209,7 @@ def saved() -> tempfile.TemporaryDirectory[str]:
     return folder
 
 
-@settings(BOUNDED, max_examples=50)
+@BOUNDED
 @given(st.data())
 def test_a_folder_of_datasets_with_a_damaged_file(data):
     with tempfile.TemporaryDirectory() as work:

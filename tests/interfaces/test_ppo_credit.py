@@ -8,7 +8,7 @@ from copy import deepcopy
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from realign.api import GenerationConfig, MicroBatchSpec, Model, SequenceSample, stat_values
@@ -89,7 +89,6 @@ def credit_in_plain_python(data: SequenceSample, p: PPOActorInterface) -> list[d
     return kept
 
 
-@settings(deadline=None, max_examples=60)
 @given(
     seed=st.integers(0, 10_000),
     reward=st.builds(

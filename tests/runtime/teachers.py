@@ -36,7 +36,7 @@ def prepare(folder: Path) -> None:
     (folder / "score.py").write_text("def score(prompt, response, row):\n    return float(len(set(response)))\n")
 
 
-def divergences(folder: Path, minibatches: int) -> dict[str, list[float]]:
+def divergences(folder: Path) -> dict[str, list[float]]:
     """Return the divergence from each kind of teacher or reference in two steps of a run."""
     results = {}
     for kind, words in TEACHERS.items():
@@ -47,7 +47,7 @@ def divergences(folder: Path, minibatches: int) -> dict[str, list[float]]:
             "batch_prompts=8",
         )
         words += ("models.actor.optimizer={lr: 0.01, schedule: {kind: constant}}", "models.actor.device=cpu")
-        words += ("interfaces.actor.generation.max_new_tokens=6", f"interfaces.actor.n_minibatches={minibatches}")
+        words += ("interfaces.actor.generation.max_new_tokens=6", "interfaces.actor.n_minibatches=4")
         if words[0] == "experiment=grpo":
             words += (f"interfaces.reward.function={folder / 'score.py'}:score", "interfaces.actor.generation.n=2")
         runtime = LocalRuntime(build_experiment(compose([*words, "steps=2", f"output_dir={folder / 'run'}"])))

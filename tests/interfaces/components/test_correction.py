@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from realign.api import SequenceSample, stat_values
@@ -14,7 +14,6 @@ from realign.interfaces.components import ImportanceCorrection, RatioRange, stal
 from realign.testing import random_batch
 
 
-@settings(deadline=None, max_examples=20)  # the machine may be busy
 @given(st.integers(0, 100), st.sampled_from(list(ImportanceLevel)), st.floats(0.5, 1.0), st.floats(1.0, 2.0))
 def test_a_weight_is_truncated_to_its_range_and_a_rejection_masks_what_is_outside(seed, level, floor, cap):
     data = random_batch(seed)

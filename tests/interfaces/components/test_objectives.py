@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from realign.api import SequenceSample, stat_values
@@ -286,7 +286,6 @@ def test_trap_f6_sequence_ratios_equal_a_padded_reference(objective):
     assert got.item() == pytest.approx(expected, rel=1e-12)
 
 
-@settings(deadline=None, max_examples=30)  # the machine may be busy
 @given(
     st.lists(st.tuples(st.integers(0, 6), st.floats(-5, 5)), min_size=1, max_size=6),
     st.randoms(use_true_random=False),

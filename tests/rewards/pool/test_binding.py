@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from realign.errors import ConfigError
@@ -127,7 +127,6 @@ def test_names_of_nobody_or_of_several_are_refused_and_the_message_says_what_wou
 
 
 @pytest.mark.parametrize("convention", CONVENTIONS, ids=lambda c: f"{c.tool}-{c.scope}-{len(c.arguments)}")
-@settings(max_examples=30, deadline=None)
 @given(data=st.data())
 def test_any_order_of_a_tools_names_with_any_columns_gets_what_the_names_say(convention, data):
     own = data.draw(st.lists(st.sampled_from(sorted(convention.arguments)), unique=True))

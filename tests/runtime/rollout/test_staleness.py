@@ -3,7 +3,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from realign.runtime.rollout.staleness import Staleness
@@ -76,7 +76,6 @@ worlds = {
 }
 
 
-@settings(max_examples=60, deadline=None)
 @given(**worlds)
 def test_nothing_is_older_than_the_bound_and_each_prompt_is_trained_on_once(batch, bound, seed, rejected):
     world = World(batch, bound, 12, seed, rejected=rejected)
@@ -91,7 +90,6 @@ def test_nothing_is_older_than_the_bound_and_each_prompt_is_trained_on_once(batc
         assert world.trained == list(range(12 * batch))
 
 
-@settings(max_examples=60, deadline=None)
 @given(**worlds, killed=st.lists(st.integers(0, 9), max_size=3), later=st.booleans())
 def test_trap_f8_the_bound_holds_after_a_resume_and_no_prompt_is_lost(batch, bound, seed, rejected, killed, later):
     world = World(batch, bound, 10, seed, rejected=rejected)
@@ -105,7 +103,6 @@ def test_trap_f8_the_bound_holds_after_a_resume_and_no_prompt_is_lost(batch, bou
     assert len(world.trained) == 10 * batch
 
 
-@settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 10**6), batches=st.tuples(st.integers(1, 4), st.integers(1, 4)), bound=st.integers(0, 3))
 def test_a_resume_with_other_settings_trains_on_all_that_had_begun(seed, batches, bound):
     world = World(batches[0], 3, 20, seed)
