@@ -195,16 +195,14 @@ def test_parts_are_taken_from_each_source_and_dropped_rows_do_not_count(folder):
         file.write(json.dumps({"prompt": "long " * 20}) + "\n")
     assert PromptData(both, max_prompt_tokens=20).load(make_tokenizer()).mixture.sizes == (4, 6)
     (folder / "b.jsonl").write_text(json.dumps({"prompt": "long " * 20}) + "\n")
-    with pytest.raises(DataError, match=r"no row is left of .*b\.jsonl\. Remove this source, or relax the filters"):
+    with pytest.raises(DataError, match=r"no row is left of .*b\.jsonl"):
         PromptData(both, max_prompt_tokens=20).load(make_tokenizer())
 
 
 def test_a_list_needs_sources_and_all_weights_or_none():
     with pytest.raises(SettingsError, match=r"path=\[\]: must contain at least one source"):
         PromptData([])
-    with pytest.raises(
-        SettingsError, match=r"path: the source 'b' has no weight, but others have\. Set weight for all"
-    ):
+    with pytest.raises(SettingsError, match=r"path: the source 'b' has no weight, but others have"):
         PromptData([RowSource("a", weight=1), "b"])
     with pytest.raises(SettingsError, match="weight=0: must be above 0"):
         RowSource("a", weight=0)

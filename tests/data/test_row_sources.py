@@ -341,9 +341,7 @@ def test_a_folder_of_data_files_has_the_splits_of_a_hub_repository(tmp_path):
     with pytest.raises(DataError, match=r"subset='x': .* has no such subset"):
         RowSource(str(tmp_path), split="train", subset="x").read()
     (tmp_path / "more.csv").write_text("prompt\nx\n")
-    with pytest.raises(
-        DataError, match=r"contains 'more\.csv', of another format than the others\. Set path to a list"
-    ):
+    with pytest.raises(DataError, match=r"contains 'more\.csv', of another format than the others"):
         read_rows(f"{tmp_path}:train")
 
 
@@ -363,7 +361,7 @@ def test_columns_are_renamed_and_a_limit_counts_rows_of_all_files(tmp_path):
 
 def test_settings_that_do_not_apply_are_named(tmp_path):
     file = write_jsonl(tmp_path / "a.jsonl", ROWS)
-    with pytest.raises(DataError, match=r"split='train': .*a\.jsonl is a file, which has no splits\. Remove it"):
+    with pytest.raises(DataError, match=r"split='train': .*a\.jsonl is a file, which has no splits"):
         RowSource(str(file), split="train").read()
     with pytest.raises(DataError, match=r"no file or folder 'imdb'; a hub dataset is written owner/name"):
         read_rows("imdb")

@@ -129,7 +129,7 @@ def test_devices():
         assert pick_device("auto") == torch.device("cpu")
         with pytest.raises(ConfigError, match="device='cuda:1': torch finds no CUDA device"):
             pick_device("cuda:1")
-    with pytest.raises(ConfigError, match=r"device='gpu': unknown device. Use auto, cpu or cuda."):
+    with pytest.raises(ConfigError, match=r"device='gpu': unknown device"):
         pick_device("gpu")
     with pytest.raises(ConfigError, match=r"device='mps': MPS has no float64, .* Use cpu\."):
         pick_device("mps")

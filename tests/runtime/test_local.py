@@ -193,15 +193,17 @@ def test_the_version_counts_training_calls(tmp_path):
     assert runtime.models["actor"].version == 2
 
 
+class Stale(BigramEngine):
+    def generate(self, data, config, *, seed):
+        return BigramEngine(seed=99).generate(data, config, seed=seed)
+
+
+class StaleModel(BigramModel):
+    def load(self, name, *, seed):
+        return Model(name, Stale(seed=seed), Digits(), seed)
+
+
 def test_trap_b1_the_first_step_reports_a_sampler_that_is_not_the_trainer(tmp_path):
-    class Stale(BigramEngine):
-        def generate(self, data, config, *, seed):
-            return BigramEngine(seed=99).generate(data, config, seed=seed)
-
-    class StaleModel(BigramModel):
-        def load(self, name, *, seed):
-            return Model(name, Stale(seed=seed), Digits(), seed)
-
     with pytest.warns(UserWarning, match="log-probs of sampler and trainer differ"):
         run(experiment(tmp_path, models={"actor": StaleModel()}))
     with pytest.raises(RunError, match="ratio_tolerance"):
@@ -209,14 +211,6 @@ def test_trap_b1_the_first_step_reports_a_sampler_that_is_not_the_trainer(tmp_pa
 
 
 def test_trap_b1_the_ratio_is_checked_with_an_overridden_loss(tmp_path):
-    class Stale(BigramEngine):
-        def generate(self, data, config, *, seed):
-            return BigramEngine(seed=99).generate(data, config, seed=seed)
-
-    class StaleModel(BigramModel):
-        def load(self, name, *, seed):
-            return Model(name, Stale(seed=seed), Digits(), seed)
-
     class Likelihood(GRPOActorInterface):
         def loss(self, output, minibatch):
             mask_T = minibatch["loss_mask"]
@@ -228,14 +222,6 @@ def test_trap_b1_the_ratio_is_checked_with_an_overridden_loss(tmp_path):
 
 
 def test_trap_b1_the_ratio_is_checked_on_the_first_step_that_trains(tmp_path):
-    class Stale(BigramEngine):
-        def generate(self, data, config, *, seed):
-            return BigramEngine(seed=99).generate(data, config, seed=seed)
-
-    class StaleModel(BigramModel):
-        def load(self, name, *, seed):
-            return Model(name, Stale(seed=seed), Digits(), seed)
-
     class LateReward(CountToken):
         def inference(self, model, data, mb_spec):
             out = super().inference(model, data, mb_spec)

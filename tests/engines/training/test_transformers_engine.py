@@ -207,7 +207,7 @@ def test_a_vetoed_step_moves_no_weight_moment_schedule_or_average():
 
 def test_a_step_without_a_gradient_is_refused_or_counted():
     engine = tiny_engine(optimizer=STEP)
-    with pytest.raises(ValueError, match=r"'actor': apply has no gradient. Call accumulate first."):
+    with pytest.raises(ValueError, match=r"'actor': apply has no gradient"):
         engine.apply(torch.tensor(1.0))
     metrics = stat_values(engine.skip("zero_weight_steps"))
     assert (metrics["zero_weight_steps"], metrics["skipped_steps"], metrics["optimizer_steps"]) == (1, 1, 0)
@@ -455,7 +455,7 @@ def test_forward_of_nothing_and_a_hook_that_adds_nothing():
     engine = tiny_engine()
     nothing = SequenceSample(()).with_data({"input_ids": torch.zeros(0).long()}, lengths=Lengths.of([]))
     assert engine.forward(nothing, ONE, keep_logprobs).ids == ()
-    with pytest.raises(ValueError, match=r"post_hook returned only keys of the micro-batch .*. It must add a key."):
+    with pytest.raises(ValueError, match=r"post_hook returned only keys of the micro-batch"):
         engine.forward(random_sample([[3]]), ONE, lambda out, mb: mb)
 
 

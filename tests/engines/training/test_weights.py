@@ -76,9 +76,7 @@ def test_who_shares_a_model_gives_its_weights_and_takes_none(tmp_path):
     ).load("actor", seed=0)
     view = SharedModel("actor").load("view", seed=0, loaded={"actor": actor}).engine
     assert view.weights().keys() == actor.engine.weights().keys()
-    with pytest.raises(
-        ValueError, match=r"models.view shares the model of role 'actor'. Load the weights into 'actor'."
-    ):
+    with pytest.raises(ValueError, match=r"models.view shares the model of role 'actor'"):
         view.load_weights(view.weights())
     start = SharedModel("actor", "reference").load("ref", seed=0, loaded={"actor": actor}).engine
     with pytest.raises(ValueError, match=r"reference branch of role 'actor' without separate weights"):

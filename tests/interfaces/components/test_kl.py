@@ -193,7 +193,7 @@ def test_an_own_estimate_of_another_shape_is_an_error_that_names_it():
         def estimate(self, logprobs_T, ref_logprobs_T):
             return (logprobs_T - ref_logprobs_T).sum()
 
-    with pytest.raises(ValueError, match=r"Total\.estimate returned shape \[\]\. It must return one value per token"):
+    with pytest.raises(ValueError, match=r"Total\.estimate returned shape \[\]"):
         Total("reward").control().in_reward(random_batch(1).select(KEYS))
 
 

@@ -215,7 +215,7 @@ class Long(AdvantageEstimator):
 
 
 def test_a_loss_of_another_shape_raises_and_names_the_class():
-    with pytest.raises(ValueError, match=r"Short\.loss returned shape \[\]\. It must return one loss per token"):
+    with pytest.raises(ValueError, match=r"Short\.loss returned shape \[\]"):
         train_once(PPOActorInterface(objective=Short()), batch(), MicroBatchSpec())
 
 

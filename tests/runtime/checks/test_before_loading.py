@@ -44,7 +44,7 @@ def test_the_folder_of_a_run_is_made_by_the_run_and_looked_at_before(tmp_path):
     assert writable(tmp_path / "a" / "b") == tmp_path
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "file").write_text("x")
-    with pytest.raises(NotADirectoryError, match=r"output_dir=.*file/run.*: .*file' is not a folder\. Choose"):
+    with pytest.raises(NotADirectoryError, match=r"output_dir=.*file/run.*: .*file' is not a folder"):
         writable(tmp_path / "file" / "run")
 
 
