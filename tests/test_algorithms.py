@@ -117,7 +117,7 @@ def is_within(key: str, places: list[str]) -> bool:
     return any(key == place or key.startswith(f"{place}.") for place in places)
 
 
-QUICK = ("grpo", "ppo", "lm_human_preferences")
+QUICK = ("grpo", "lm_human_preferences")
 """Experiments that are composed with every preset in the quick tests."""
 
 

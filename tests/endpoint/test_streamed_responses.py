@@ -75,7 +75,7 @@ def same(message: dict[str, Any], whole: Any) -> None:
     assert message["tool_calls"] == (expected["tool_calls"] or [])
 
 
-@pytest.mark.parametrize("step", [1, 4, 50, 1000])
+@pytest.mark.parametrize("step", [1, 50])
 @pytest.mark.parametrize(
     ("text", "calls", "content"),
     [

@@ -835,7 +835,13 @@ STRETCHED = {
 """Experiments whose learning rate decays over all steps."""
 
 
-@pytest.mark.parametrize("name", sorted(list_experiments()))
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(x, marks=() if x in STRETCHED or x == "grpo" else pytest.mark.slow)
+        for x in sorted(list_experiments())
+    ],
+)
 def test_more_steps_are_allowed_for_every_shipped_experiment(name):
     few, many = (
         config_of(build_experiment(compose([f"experiment={name}", *MUST_BE_GIVEN.get(name, []), f"steps={steps}"])))
