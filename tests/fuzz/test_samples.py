@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from realign.api import Lengths, MicroBatchSpec, SequenceSample
+from realign.api import Lengths, SequenceSample
 from tests.fuzz.refusals import BOUNDED, JUNK, LARGEST, NUMBERS, Refused, attempt
 
 KEYS = st.one_of(st.sampled_from(["input_ids", "loss_mask", "rewards", ""]), st.just(3))
@@ -130,7 +129,7 @@ class Plain:
 
 
 @st.composite
-def plain_samples(draw: Any, prefix: str = "p") -> Plain:
+def plain_samples(draw: Any) -> Plain:
     """Draw some prompts. `mask` has the lengths of `input_ids`, `score` one element per sequence, and `free` any
     lengths."""
     shapes, free = draw(PROMPTS), draw(PROMPTS)
@@ -146,7 +145,7 @@ def plain_samples(draw: Any, prefix: str = "p") -> Plain:
         "score": filled([[1] * len(g) for g in shapes]),
         "free": filled(free),
     }
-    return Plain([f"{prefix}{i}" for i in range(len(shapes))], data, list(range(len(shapes))))
+    return Plain([f"p{i}" for i in range(len(shapes))], data, list(range(len(shapes))))
 
 
 INDICES = st.one_of(st.lists(st.integers(-2, 6), max_size=5), st.lists(NUMBERS, max_size=3), JUNK)
@@ -170,33 +169,6 @@ def test_taking_prompts(plain, at):
         plain.take(wanted).assert_same(outcome)
 
 
-@BOUNDED
-@given(plain_samples(), INDICES)
-def test_taking_sequences(plain, at):
-    sample = plain.packed()
-    outcome = attempt(lambda: sample.take_sequences(at), "take_sequences", "sequences cannot be split like")
-    owner = [i for i, group in enumerate(plain.data["input_ids"]) for _ in group]
-    wanted = as_indices(at, len(owner))
-    if wanted is None or wanted != sorted(set(wanted)):
-        assert isinstance(outcome, Refused)
-        return
-    prompts = sorted({owner[s] for s in wanted})
-    cut = [p for p in prompts if sum(owner[s] == p for s in wanted) < owner.count(p)]
-    same = all(map(lambda a, b: len(a) == len(b), plain.data["free"], plain.data["input_ids"]))
-    possible = same or all(len(plain.data["free"][p]) == 1 for p in cut)
-    assert isinstance(outcome, Refused) != possible, getattr(outcome, "message", at)
-    if possible:
-        expected = {
-            key: [
-                [group[k] for k in range(len(group)) if len(group) != owner.count(p) or owner.index(p) + k in wanted]
-                for p, group in ((p, plain.data[key][p]) for p in prompts)
-            ]
-            for key in ("input_ids", "mask", "score")
-        }
-        for key, groups in expected.items():
-            assert [x.tolist() for x in outcome.sequences(key)] == [s for group in groups for s in group]
-
-
 NAMES = st.one_of(st.sampled_from(["input_ids", "mask", "score", "free", "row", "inptu_ids", ""]), st.text(max_size=2))
 
 
@@ -218,42 +190,6 @@ def test_selecting_and_renaming_keys(plain, keys, names):
         plain.assert_same(back)
 
 
-@BOUNDED
-@given(plain_samples(), plain_samples(prefix="q"), st.booleans(), st.booleans())
-def test_gathering_and_merging(plain, other, same_ids, same_keys):
-    a, b = plain.packed(), other.packed()
-    outcome = attempt(lambda: SequenceSample.gather([a, a] if same_ids else [a, b]), "Duplicate id", "dtype")
-    if same_ids and len(a):
-        assert isinstance(outcome, Refused)
-    else:
-        joined = plain if same_ids else None
-        n = len(a) + (0 if joined else len(b))
-        assert len(outcome) == n or same_ids
-        if not same_ids:
-            both = {key: plain.data[key] + other.data[key] for key in plain.data}
-            Plain(plain.ids + other.ids, both, plain.rows + other.rows).assert_same(outcome)
-    mine, theirs = a.select(["input_ids", "row"]), a.select(["input_ids" if same_keys else "free", "mask"])
-    outcome = attempt(lambda: mine.merge(theirs), "'input_ids'")
-    assert isinstance(outcome, Refused) == same_keys
-    if len(a) + len(b):
-        assert isinstance(attempt(lambda: mine.merge(b.select(["free"])), "same ids"), Refused)
-
-
-@BOUNDED
-@given(plain_samples(), st.one_of(st.integers(-1, 6), NUMBERS, JUNK))
-def test_cutting_into_parts(plain, n):
-    sample = plain.packed()
-    parts = attempt(lambda: sample.chunks(n), "cannot split")
-    possible = type(n) is int and 1 <= n <= len(plain.ids)
-    assert isinstance(parts, Refused) != possible, getattr(parts, "message", n)
-    if possible:
-        sizes = [len(part) for part in parts]
-        assert max(sizes) - min(sizes) <= 1
-        plain.assert_same(SequenceSample.gather(parts))
-        dealt = sample.minibatches(n, np.random.default_rng(0))
-        assert sorted(i for part in dealt for i in part.ids) == plain.ids
-
-
 VALUES = st.one_of(st.integers(0, 12).map(torch.arange), NESTED, JUNK)
 
 
@@ -269,17 +205,3 @@ def test_adding_a_key(plain, key, value, like):
     else:
         assert len(outcome[key]) == outcome.lengths[key].total
         assert outcome.lengths[key] == sample.lengths[like]
-
-
-@BOUNDED
-@given(plain_samples(), st.one_of(st.none(), st.integers(1, 12)), st.integers(1, 5), st.booleans())
-def test_what_is_split_is_put_back_together(plain, tokens, parts, whole):
-    data = {key: groups for key, groups in plain.data.items() if key != "free"}
-    plain = Plain(plain.ids, data, plain.rows)
-    sample = plain.packed()
-    spec = MicroBatchSpec(tokens, parts, whole_groups=whole)
-    outcome = attempt(lambda: sample.split(spec), "max_tokens_per_microbatch=")
-    if not isinstance(outcome, Refused):
-        restored = outcome.restore([part.select(["mask", "score"]) for part in outcome])
-        for key in ("mask", "score") if len(outcome) else ():
-            assert [x.tolist() for x in restored.sequences(key)] == [s for group in data[key] for s in group]

@@ -153,15 +153,6 @@ def test_a_link_is_refused_when_a_checkpoint_names_it_and_when_it_appears_later(
     assert victim.is_dir()
 
 
-def test_the_folder_of_the_run_may_be_a_link(tmp_path):
-    (tmp_path / "disk").mkdir()
-    (tmp_path / "run").symlink_to(tmp_path / "disk")
-    kept = saves(tmp_path / "run", every_steps=1, keep=1)
-    for step in (1, 2):
-        kept.after_step(step, {}, last=False)
-    assert names(tmp_path / "disk") == ["step_000002"]
-
-
 def test_steps_of_seven_digits_are_kept_and_removed_too(tmp_path):
     first = saves(tmp_path, every_steps=1, keep=2)
     for step in (999_999, 1_000_000):
