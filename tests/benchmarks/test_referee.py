@@ -5,7 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 import torch
 
 from benchmarks.referee import __main__ as referee
@@ -68,74 +67,3 @@ def test_the_worker_runs_a_side_and_a_stub_that_is_called_fails(tmp_path):
     }
     gradient = load_file(tmp_path / "results.safetensors")["a"]
     assert torch.equal(gradient, 2.0 * batch["mask"].float())
-
-
-CHECKOUT = {
-    "slime/backends/megatron_utils/cp_utils.py": """
-from megatron.core import mpu
-
-def get_mean(lengths, masks):
-    assert mpu.get_context_parallel_world_size() == 1
-    return lambda x: sum((row * mask).sum() / mask.sum() for row, mask in zip(x.split(lengths), masks))
-""",
-    "slime/utils/distributed_utils.py": """
-import torch.distributed as dist
-
-def total(x):
-    dist.all_reduce(x)
-    return x
-""",
-    "slime/utils/ppo_utils.py": """
-import torch
-
-@torch.compile(dynamic=True)
-def policy_loss(new, old, advantages):
-    return -(new - old).exp() * advantages
-""",
-    "slime/backends/megatron_utils/loss.py": """
-import torch
-from slime.utils.distributed_utils import total
-from slime.utils.later import correction
-from slime.utils.ppo_utils import policy_loss
-from slime.utils.types import RolloutBatch
-
-from .cp_utils import get_mean
-
-def get_log_probs_and_entropy(logits):
-    raise AssertionError("replaced")
-
-def compute_advantages_and_returns(args, data: RolloutBatch):
-    data["advantages"] = [reward * torch.ones_like(x) for x, reward in zip(data["log_probs"], data["rewards"])]
-
-def loss_function(args, batch, num_microbatches, logits):
-    if args.use_opsm:
-        correction()
-    new = get_log_probs_and_entropy(logits)[1]["log_probs"]
-    token = policy_loss(*(torch.cat(x) for x in (new, batch["log_probs"], batch["advantages"])))
-    summed = get_mean(batch["response_lengths"], batch["loss_masks"])(token)
-    return summed, total(torch.tensor(args.global_batch_size)), {}
-""",
-    "slime/ray/rollout.py": """
-import ray
-from sglang.srt.constants import WEIGHTS
-
-@ray.remote
-class RolloutManager:
-    def _post_process_rewards(self, samples):
-        assert len(samples) == self.args.n_samples_per_prompt * self.args.rollout_batch_size
-        raw = [sample.get_reward_value(self.args) for sample in samples]
-        return raw, [x - 0.5 for x in raw]
-""",
-}
-"""A checkout of slime with the calls of its losses, and the simplest contents."""
-
-
-@pytest.fixture
-def slime(tmp_path):
-    for name, text in CHECKOUT.items():
-        file = tmp_path / "slime-0123abcd" / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
-        # the packages of a checkout import Megatron and more
-        (file.parent / "__init__.py").write_text("raise AssertionError('imported')\n")
-    return tmp_path / "slime-0123abcd"

@@ -57,17 +57,6 @@ async def rewriting(base_url, api_key, row):
     return 1.0
 
 
-async def consuming(base_url, api_key, row):
-    """Make a call of its own for each item left in the row, and remove the item."""
-    async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
-        calls = 0
-        while row["left"]:
-            row["left"].pop()
-            await client.chat.completions.create(model="policy", messages=user(f"{calls}{row['prompt']}"))
-            calls += 1
-    return 1.0
-
-
 async def seeded(base_url, api_key, row, *, seed, scale=1.0):
     async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
         await client.chat.completions.create(model="policy", messages=user(row["prompt"]), temperature=0.5, seed=3)

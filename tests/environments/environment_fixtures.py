@@ -116,23 +116,6 @@ class Stuck:
         raise AssertionError("never asked")
 
 
-class MadeInPairs:
-    """Plain environment whose constructor waits for the constructor of another one."""
-
-    pair = threading.Barrier(2, timeout=60)
-
-    def __init__(self):
-        MadeInPairs.pair.wait()
-        self.thread = threading.get_ident()
-
-    def reset(self, row):
-        assert threading.get_ident() == self.thread
-        return "", {}
-
-    def step(self, response):
-        return "", 1.0, True, False, {}
-
-
 class Threaded:
     """Environment that exceeds its time limit in a thread of asyncio."""
 

@@ -133,16 +133,6 @@ def test_resuming_a_stopped_run_says_why_it_ended_until_its_callback_changes(tmp
     assert result.series("loss") == whole.series("loss")
 
 
-@dataclass
-class StopAt(Callback):
-    """Stops at a step, without state."""
-
-    step: int
-
-    def on_step(self, event):
-        return CallbackResult(stop="enough") if event.step == self.step else None
-
-
 def test_damaged_models_of_a_stopped_run_are_saved_again_and_it_stays_stopped(tmp_path):
     class Unchanged(Callback):
         def on_evaluation(self, event):
