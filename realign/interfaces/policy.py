@@ -161,7 +161,12 @@ class PolicyInterface(ModelInterface):
             if given is not None and given > most:
                 raise SettingsError(f"{name}={given}: must be at most generation.{limit}={most}")
         self.truncation.check(longest=self.generation.max_new_tokens, baseline=self.reward.has_baseline)
-        self.advantage.check(responses=self.generation.n, adv_norm=self.adv_norm, baseline=self.reward.has_baseline)
+        self.advantage.check(
+            responses=self.generation.n,
+            adv_norm=self.adv_norm,
+            baseline=self.reward.has_baseline,
+            shaped=self.reward.shapes_scores or self.truncation.changes_scores,
+        )
         self.kl_control = self.kl.control()
         self.objective_control = self.objective.control()
         self.reward_moments = self.reward.moments()

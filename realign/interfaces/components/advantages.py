@@ -22,8 +22,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from realign.api import Min, SequenceSample, Stats, masked_max, masked_mean, total_rewards
+from realign.api.rewards import NAMED
 from realign.api.sample import EPISODE
-from realign.errors import SettingsError
+from realign.errors import RunError, SettingsError
 from realign.functional import (
     KLEstimator,
     Reduce,
@@ -43,7 +44,7 @@ from realign.functional.normalization import group_moments, identity
 from realign.functional.packed import check_shapes
 from realign.interfaces.components.normalization import Normalization
 from realign.interfaces.components.scoring import old_logprobs
-from realign.settings import Count, Fraction, Positive, Settings
+from realign.settings import Count, Finite, Fraction, Positive, Settings
 
 
 @dataclass(frozen=True)
@@ -182,13 +183,14 @@ class AdvantageEstimator(Settings, ABC):
         """Return a scalar that multiplies the advantages after `adv_norm`; None: 1."""
         return None
 
-    def check(self, *, responses: int, adv_norm: Normalization, baseline: bool) -> None:
+    def check(self, *, responses: int, adv_norm: Normalization, baseline: bool, shaped: bool) -> None:
         """Reject settings of the actor under which advantages would be wrong or all 0.
 
         Args:
             responses: number of responses per prompt.
             adv_norm: the normalization that follows.
             baseline: whether scores have a baseline subtracted that is the same for all responses to a prompt.
+            shaped: whether settings of `reward` or `truncation` change scores.
 
         Raises:
             SettingsError: names the setting.
@@ -255,7 +257,7 @@ class _ValueBased(AdvantageEstimator):
         """Return the estimator for the launch table."""
 
     @override
-    def check(self, *, responses: int, adv_norm: Normalization, baseline: bool) -> None:
+    def check(self, *, responses: int, adv_norm: Normalization, baseline: bool, shaped: bool) -> None:
         _check_groups("advantage.reward_norm", self.reward_norm, responses)
 
     @override
@@ -336,35 +338,18 @@ def degenerate_rescale(x_N: Tensor, group_N: Tensor, mask_N: Tensor, reduce: Red
 
 
 @dataclass
-class GroupRelative(AdvantageEstimator):
-    """The reward of a response, to be compared within its prompt's group by `adv_norm` (GRPO, arXiv:2402.03300)."""
+class _Grouped(AdvantageEstimator):
+    """Base class of estimators that compare the responses to one prompt."""
 
     min_group_size: Count = 2
     """Drop groups with fewer rewarded responses from the loss."""
-    length_weighted: bool = False
-    """Weight each response by its length in the statistics of `adv_norm` (OPO, arXiv:2505.23585)."""
-    rescale_degenerate: bool = False
-    """Multiply advantages by B / (B - M) (GPG, arXiv:2504.02546). B is the number of responses in the batch; M of them
-    are in groups of equal rewards, whose advantages are 0."""
 
     @override
-    def estimate(self, rewards: Rewards, data: SequenceSample, reduce: Reduce) -> Estimate:
-        if self.length_weighted:
-            # `adv_norm` then counts a response once per token.
-            return Estimate(advantages_T=rewards.per_sequence[sequence_index(rewards.cu_seqlens)])
-        return Estimate(advantages_S=rewards.per_sequence)
-
-    @override
-    def check(self, *, responses: int, adv_norm: Normalization, baseline: bool) -> None:
+    def check(self, *, responses: int, adv_norm: Normalization, baseline: bool, shaped: bool) -> None:
         _check_groups("adv_norm", adv_norm, responses)
         if self.min_group_size > responses:
             raise SettingsError(
                 f"advantage.min_group_size={self.min_group_size}: must be at most generation.n={responses}"
-            )
-        if self.rescale_degenerate and adv_norm.mean is not Scope.group:
-            raise SettingsError(
-                "advantage.rescale_degenerate=true: groups with equal rewards have advantages of 0 only with "
-                f"adv_norm.mean=group, found adv_norm.mean={adv_norm.mean.value}. Set adv_norm.mean=group"
             )
         if baseline and adv_norm.mean is Scope.group:
             raise SettingsError(
@@ -375,17 +360,8 @@ class GroupRelative(AdvantageEstimator):
     @override
     def keep(self, data: SequenceSample) -> Tensor:
         """Return the responses of groups that are large enough."""
-        group_S = data.group_index()
-        valid_S = data["rewards"].isfinite() & (segment_sum(data["loss_mask"], data.cu_seqlens()) > 0)
-        # Episodes, not sequences: an agent's episode with three sequences is still one sample of its prompt.
-        size_S = torch.zeros_like(group_S).index_add(0, group_S, data.once_per_episode(valid_S).long())[group_S]
+        valid_S, size_S = self._sizes(data)
         return valid_S & (size_S >= self.min_group_size)
-
-    @override
-    def rescale(self, rewards: Rewards, data: SequenceSample, valid_S: Tensor, reduce: Reduce) -> Tensor | None:
-        if not self.rescale_degenerate:
-            return None
-        return degenerate_rescale(rewards.per_sequence, data.group_index(), data.once_per_episode(valid_S), reduce)
 
     @override
     def stats(self, data: SequenceSample) -> Stats:
@@ -396,11 +372,158 @@ class GroupRelative(AdvantageEstimator):
         flat_G = degenerate_groups(Rewards.of(data).per_sequence, data.group_index(), counted_S)
         return {"zero_std_fraction": masked_mean(flat_G.float(), torch.ones_like(flat_G))}
 
+    @staticmethod
+    def _sizes(data: SequenceSample) -> tuple[Tensor, Tensor]:
+        """Return [S] bool whether a response has a reward and trains, and the number of such responses in its group."""
+        group_S = data.group_index()
+        valid_S = data["rewards"].isfinite() & (segment_sum(data["loss_mask"], data.cu_seqlens()) > 0)
+        # Episodes, not sequences: an agent's episode with three sequences is still one sample of its prompt.
+        counted_S = data.once_per_episode(valid_S).long()
+        return valid_S, torch.zeros_like(group_S).index_add(0, group_S, counted_S)[group_S]
+
+    @staticmethod
+    def _normalize(x_S: Tensor, norm: Normalization, data: SequenceSample, reduce: Reduce) -> Tensor:
+        """Return [S] a part of the reward, normalized over the trained responses that have it; 0 for the others."""
+        has_S = x_S.isfinite() & (segment_sum(data["loss_mask"], data.cu_seqlens()) > 0)
+        return norm(x_S, data.group_index(), has_S, reduce, data.once_per_episode(has_S))
+
+
+@dataclass
+class GroupRelative(_Grouped):
+    """The reward of a response, to be compared within its prompt's group by `adv_norm` (GRPO, arXiv:2402.03300)."""
+
+    length_weighted: bool = False
+    """Weight each response by its length in the statistics of `adv_norm` (OPO, arXiv:2505.23585)."""
+    rescale_degenerate: bool = False
+    """Multiply advantages by B / (B - M) (GPG, arXiv:2504.02546). B is the number of responses in the batch; M of them
+    are in groups of equal rewards, whose advantages are 0."""
+
+    @override
+    def estimate(self, rewards: Rewards, data: SequenceSample, reduce: Reduce) -> Estimate:
+        return _of_responses(rewards.per_sequence, rewards, self.length_weighted)
+
+    @override
+    def check(self, *, responses: int, adv_norm: Normalization, baseline: bool, shaped: bool) -> None:
+        super().check(responses=responses, adv_norm=adv_norm, baseline=baseline, shaped=shaped)
+        if self.rescale_degenerate and adv_norm.mean is not Scope.group:
+            raise SettingsError(
+                "advantage.rescale_degenerate=true: groups with equal rewards have advantages of 0 only with "
+                f"adv_norm.mean=group, found adv_norm.mean={adv_norm.mean.value}. Set adv_norm.mean=group"
+            )
+
+    @override
+    def rescale(self, rewards: Rewards, data: SequenceSample, valid_S: Tensor, reduce: Reduce) -> Tensor | None:
+        if not self.rescale_degenerate:
+            return None
+        return degenerate_rescale(rewards.per_sequence, data.group_index(), data.once_per_episode(valid_S), reduce)
+
     @override
     def describe(self) -> str:
         weighted = ", responses weighted by length" if self.length_weighted else ""
         rescaled = ", times B / (B - M)" if self.rescale_degenerate else ""
         return f"reward of the response{weighted}, at each of its tokens{rescaled}"
+
+
+_CENTERED = Normalization(mean=Scope.group, std=Scope.none)
+
+
+@dataclass
+class Gdpo(_Grouped):
+    """The weighted sum of named rewards, each normalized in its group; then `adv_norm` over the batch (GDPO).
+
+    Source: arXiv:2601.05242. In a sum that is normalized afterwards, as in GRPO, a reward with a large spread hides the
+    others, and different combinations of rewards can get the same advantage. KL penalty and dense rewards have a scale
+    that their coefficient sets, so they are compared within the group without a division, and added to the sum. A
+    response without one of the rewards (NaN) gets 0 for that reward, and has no part in its statistics.
+
+    The paper and TRL take the statistics of the batch over responses, verl over tokens (`length_weighted`). The only
+    response of a group gets 0, in verl its reward. A KL in the reward is ignored by verl and refused by ms-swift.
+    """
+
+    weights: dict[str, Finite] = field(default_factory=dict)
+    """Weight of each named reward after it is normalized, such as `{correct: 1, format: 0.5}`. Those not named have no
+    part in it; the weights of `interfaces.reward.functions` neither."""
+    reward_norm: Normalization = field(default_factory=lambda: Normalization(mean=Scope.group, std=Scope.group))
+    """Normalization of each named reward."""
+    length_weighted: bool = False
+    """Weight each response by its length in the statistics of `adv_norm`."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.weights:
+            raise SettingsError("weights={}: has no reward. Set the weights of rewards by name, such as {correct: 1}")
+
+    @override
+    def estimate(self, rewards: Rewards, data: SequenceSample, reduce: Reduce) -> Estimate:
+        penalties_S = rewards.per_sequence - rewards.scores_S
+        total_S = self._normalize(penalties_S, _CENTERED, data, reduce)
+        for key, weight in sorted((f"{NAMED}{name}", weight) for name, weight in self.weights.items()):
+            named_S = torch.where(rewards.scores_S.isfinite(), data[key], torch.nan)
+            total_S = total_S + weight * self._normalize(named_S, self.reward_norm, data, reduce)
+        return _of_responses(total_S, rewards, self.length_weighted)
+
+    @override
+    def check(self, *, responses: int, adv_norm: Normalization, baseline: bool, shaped: bool) -> None:
+        super().check(responses=responses, adv_norm=adv_norm, baseline=baseline, shaped=shaped)
+        _check_groups("advantage.reward_norm", self.reward_norm, responses)
+        if baseline or shaped:
+            raise SettingsError(
+                "advantage=gdpo: normalizes each named reward, and `reward` and `truncation` change only their sum. "
+                "Remove their settings, or add a reward function (truncation.mask=true works)"
+            )
+
+    @override
+    def needs(self) -> dict[str, str]:
+        return super().needs() | {f"{NAMED}{name}": f"advantage.weights.{name}" for name in self.weights}
+
+    @override
+    def describe(self) -> str:
+        each = self.reward_norm.describe("R")
+        terms = " + ".join(f"{weight:g} x {name}" for name, weight in sorted(self.weights.items()))
+        return f"{terms}, each {each}{', responses weighted by length' if self.length_weighted else ''}"
+
+
+@dataclass
+class MaxRL(_Grouped):
+    """(reward - mean) / mean over the responses to a prompt, the gradient of the log of the success rate (MaxRL).
+
+    Source: arXiv:2602.02710, SkyRL, prime-rl. Groups without a success get 0. Use it without `adv_norm`. The KL penalty
+    has no part in the mean that divides: it is compared within the group, and added.
+
+    A mean below 0 would invert all signs, so a negative score is an error; SkyRL divides by it. With
+    `min_group_size=1`, the only response of a group gets its reward, which is REINFORCE, as in SkyRL and the paper's
+    T=1. In prime-rl (pull request 2985) it got (1 - 1) / 1 = 0, so nothing trained with its default group size of 1.
+    """
+
+    @override
+    def estimate(self, rewards: Rewards, data: SequenceSample, reduce: Reduce) -> Estimate:
+        if bool((rewards.scores_S < 0).any()):
+            lowest = float(rewards.scores_S.nan_to_num().min())
+            raise RunError(
+                f"advantage=max_rl: a reward is {lowest:g}, and MaxRL divides by the mean reward of a prompt. Make "
+                "rewards at least 0, or set another advantage"
+            )
+        task_S = replace(rewards, kl_T=None).per_sequence
+        above_S = self._normalize(task_S, _CENTERED, data, reduce)
+        mean_S = task_S - above_S
+        relative_S = torch.where(mean_S > 0, above_S / mean_S, 0)
+        relative_S = torch.where(self._sizes(data)[1] == 1, task_S, relative_S)
+        penalties_S = self._normalize(rewards.per_sequence - task_S, _CENTERED, data, reduce)
+        return Estimate(advantages_S=relative_S + penalties_S)
+
+    @override
+    def check(self, *, responses: int, adv_norm: Normalization, baseline: bool, shaped: bool) -> None:
+        super().check(responses=responses, adv_norm=adv_norm, baseline=baseline, shaped=shaped)
+        if adv_norm.std is Scope.group or baseline:
+            wrong = "reward.baseline=greedy: makes rewards negative" if baseline else "adv_norm.std=group: gives GRPO"
+            raise SettingsError(
+                f"{wrong} with advantage=max_rl, which divides by the mean of the group. Set adv_norm.mean=none, "
+                "adv_norm.std=none and reward.baseline=none"
+            )
+
+    @override
+    def describe(self) -> str:
+        return "(reward - mean of the group) / mean of the group, at each token of the response"
 
 
 @dataclass
@@ -443,6 +566,13 @@ class TeacherKL(AdvantageEstimator):
         return f"rewards + {self.coef:g} x log-ratio of teacher to policy per token, gamma {self.gamma:g}"
 
 
+def _of_responses(advantages_S: Tensor, rewards: Rewards, length_weighted: bool) -> Estimate:
+    """Return an estimate of which `adv_norm` counts each response once, or once per token with `length_weighted`."""
+    if length_weighted:
+        return Estimate(advantages_T=advantages_S[sequence_index(rewards.cu_seqlens)])
+    return Estimate(advantages_S=advantages_S)
+
+
 def advantage_stats(data: SequenceSample) -> Stats:
     """Return metrics of `advantages` [T], over the tokens that train."""
     mask_T, advantages_T = data["loss_mask"], data["advantages"]
@@ -479,7 +609,9 @@ __all__ = [
     "GAE",
     "AdvantageEstimator",
     "Estimate",
+    "Gdpo",
     "GroupRelative",
+    "MaxRL",
     "NStep",
     "Rewards",
     "TeacherKL",

@@ -29,6 +29,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from enum import StrEnum
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -535,6 +536,75 @@ class ProximalKL(Objective):
         return f"ratio without clip, KL to the old policy, coefficient {self.beta:g}{adapted}"
 
 
+class BinaryDivergence(StrEnum):
+    """Divergence of two distributions over "the sampled token" and "any other token"."""
+
+    tv = "tv"
+    """Total variation: the difference of the token's probabilities."""
+    kl = "kl"
+    """KL(old || current), in nats."""
+
+
+def dppo_loss(
+    logprobs_T: Tensor,
+    old_logprobs_T: Tensor,
+    advantages_T: Tensor,
+    mask_T: Tensor,
+    *,
+    low: float,
+    high: float,
+    divergence: BinaryDivergence,
+) -> PolicyLoss:
+    """Compute -r A, and 0 where the update leads away from the old policy and the divergence is beyond its bound.
+
+    Source: arXiv:2602.04879, eq. 11 to 14. With p and q the probabilities of the token under the current and the old
+    policy, a token has no loss if A > 0, p > q and D > high, or if A < 0, p < q and D > low. D is |p - q| (tv), or
+    q log(q / p) + (1 - q) log((1 - q) / (1 - p)) (kl). SkyRL has the same loss and TRL the same mask; verl the same
+    gradient with a loss of -r A logprobs, whose ratio it bounds (`clip_ratio_c`). prime-rl drops tokens on both sides,
+    whatever the sign of A.
+    """
+    _check_range(low, high, lowest=math.inf)
+    log_ratio_T, clamped_T = log_ratio(logprobs_T, old_logprobs_T, mask_T)
+    advantages_T, ratio_T = _advantages(advantages_T, mask_T), log_ratio_T.exp()
+    old_T = torch.where(mask_T, at_least_fp32(old_logprobs_T.detach()), 0)
+    p_T, q_T = torch.where(mask_T, at_least_fp32(logprobs_T.detach()), 0).exp(), old_T.exp()
+    divergence_T = (p_T - q_T).abs()
+    if divergence is BinaryDivergence.kl:
+        # 1 - q and 1 - p round to 0 for a token that is nearly certain.
+        tiny = torch.finfo(q_T.dtype).tiny
+        rest_T = (1 - q_T) * ((1 - q_T).clamp(min=tiny) / (1 - p_T).clamp(min=tiny)).log()
+        divergence_T = rest_T - q_T * log_ratio_T.detach()
+    away_T = ((advantages_T > 0) & (p_T > q_T) & (divergence_T > high)) | (
+        (advantages_T < 0) & (p_T < q_T) & (divergence_T > low)
+    )
+    loss_T = torch.where(away_T, 0, -advantages_T * ratio_T)
+    return _loss_without_clip(loss_T, ratio_T, clamped_T)._replace(clipped_T=away_T)
+
+
+@dataclass
+class Dppo(Objective):
+    """-r A without the tokens whose probability has left a trust region (arXiv:2602.04879), instead of the clip.
+
+    A ratio says little about how far a policy moved: doubling 1e-6 changes nothing, and 0.9 can't double. The paper
+    measures from the policy that sampled, so leave `recompute` off.
+    """
+
+    low: NonNegative = 0.2
+    """Largest divergence of a token with a negative advantage (SkyRL recommends 0.2 for tv, 0.05 for kl)."""
+    high: NonNegative = 0.2
+    """Largest divergence of a token with a positive advantage."""
+    divergence: BinaryDivergence = BinaryDivergence.tv
+    """How to measure the divergence of a token: tv or kl."""
+
+    @override
+    def loss(self, tokens: PolicyTokens) -> PolicyLoss:
+        return dppo_loss(*_basic(tokens), low=self.low, high=self.high, divergence=self.divergence)
+
+    @override
+    def describe(self) -> str:
+        return f"dppo, {self.divergence.value} of a token at most {self.low:g} down and {self.high:g} up"
+
+
 def reinforce_loss(logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, mask_T: Tensor) -> PolicyLoss:
     """Compute -A logprobs, the policy gradient without a ratio (REINFORCE; GPG, arXiv:2504.02546).
 
@@ -664,8 +734,10 @@ def _check_range(low: float | None, high: float, *, lowest: float) -> None:
 
 __all__ = [
     "POLICY_PANELS",
+    "BinaryDivergence",
     "Cispo",
     "Clip",
+    "Dppo",
     "Gmpo",
     "Gspo",
     "Objective",
@@ -676,6 +748,7 @@ __all__ = [
     "Sapo",
     "ThresholdKLController",
     "cispo_loss",
+    "dppo_loss",
     "gmpo_loss",
     "gspo_loss",
     "policy_loss_of",

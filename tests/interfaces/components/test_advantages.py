@@ -6,12 +6,14 @@ import pytest
 import torch
 
 from realign.api import SequenceSample, stat_values
-from realign.errors import SettingsError
+from realign.errors import RunError, SettingsError
 from realign.functional import identity, segment_sum
 from realign.interfaces.components import (
     GAE,
     Estimate,
+    Gdpo,
     GroupRelative,
+    MaxRL,
     Normalization,
     NStep,
     Rewards,
@@ -115,14 +117,20 @@ def test_responses_of_small_groups_are_not_kept():
         (GroupRelative(5), {}, r"advantage\.min_group_size=5: must be at most generation\.n=4"),
         (GroupRelative(rescale_degenerate=True), {"adv_norm": NONE}, r"advantage\.rescale_degenerate=true"),
         (GroupRelative(), {"baseline": True}, r"reward\.baseline=greedy: subtracts the same number"),
+        (Gdpo(weights={"a": 1.0}), {"responses": 1, "adv_norm": NONE}, r"min_group_size=2: must be at most"),
+        (Gdpo(1, {"a": 1.0}), {"responses": 1, "adv_norm": NONE}, r"n=1: advantage\.reward_norm compares"),
+        (Gdpo(weights={"a": 1.0}), {"shaped": True}, r"advantage=gdpo: normalizes each named reward"),
+        (Gdpo(weights={"a": 1.0}), {"baseline": True, "adv_norm": NONE}, r"advantage=gdpo: normalizes each"),
+        (MaxRL(), {}, r"adv_norm\.std=group: gives GRPO with advantage=max_rl"),
+        (MaxRL(), {"baseline": True, "adv_norm": NONE}, r"reward\.baseline=greedy: makes rewards negative"),
         (GAE(reward_norm=GROUP), {"responses": 1}, r"generation\.n=1: advantage\.reward_norm compares"),
     ],
 )
 def test_settings_under_which_every_advantage_would_be_wrong_raise(advantage, settings, text):
     with pytest.raises(SettingsError, match=text):
-        advantage.check(**({"responses": 4, "adv_norm": GROUP, "baseline": False} | settings))
+        advantage.check(**({"responses": 4, "adv_norm": GROUP, "baseline": False, "shaped": False} | settings))
     advantage = GAE() if isinstance(advantage, GAE) else GroupRelative()
-    advantage.check(responses=4, adv_norm=NONE, baseline=True)
+    advantage.check(responses=4, adv_norm=NONE, baseline=True, shaped=True)
 
 
 def test_bootstrapping_needs_the_values_of_the_critic():
@@ -175,3 +183,100 @@ def test_without_a_penalty_the_reward_of_a_response_is_its_score_at_the_last_tra
     rewards = Rewards(torch.tensor([3.0]), mask_T, torch.tensor([0, 4], dtype=torch.int32))
     assert rewards.per_token.tolist() == [0.0, 0.0, 3.0, 0.0]
     assert rewards.per_sequence.tolist() == [3.0]
+
+
+def three_groups(**named: list[float]) -> SequenceSample:
+    """Return groups of 4, 3 and 1 responses of 1 to 3 tokens, with these rewards by name, whose sum is the reward."""
+    lengths = [[2, 4, 3, 2], [3, 2, 2], [2]]
+    ids = [[list(range(n)) for n in group] for group in lengths]
+    data = SequenceSample.from_sequences(["a", "b", "c"], {"input_ids": ids})
+    mask_T = torch.tensor([t > 0 for group in lengths for n in group for t in range(n)])
+    columns = {f"rewards/{name}": torch.tensor(values, dtype=torch.float64) for name, values in named.items()}
+    kl_T = torch.linspace(-0.4, 0.9, len(mask_T), dtype=torch.float64)
+    data = data.with_tokens(loss_mask=mask_T, logprobs=kl_T, ref_logprobs=0 * kl_T)
+    return data.with_sequences(rewards=sum(columns.values()), **columns)
+
+
+CORRECT = [1.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0, 1.0]
+FORMAT = [0.5, -0.5, 0.25, 0.5, 0.0, 1.0, 0.0, 0.7]
+GROUPS = [range(0, 4), range(4, 7), range(7, 8)]
+
+
+def normalized(values: dict[int, float], of: list[int]) -> dict[int, float]:
+    """Return (x - mean) / population std over `of`, one number at a time; 0 if all are equal."""
+    mean = sum(values[i] for i in of) / len(of)
+    std = math.sqrt(sum((values[i] - mean) ** 2 for i in of) / len(of))
+    return {i: (values[i] - mean) / std if std > 1e-9 else 0.0 for i in of}
+
+
+def penalties(data: SequenceSample, coef: float) -> dict[int, float]:
+    """Return minus the KL of each response, summed over its trained tokens, times `coef`."""
+    rows = zip(data.sequences("logprobs"), data.sequences("loss_mask"), strict=True)
+    return {
+        i: -coef * sum(kl for kl, m in zip(x.tolist(), mask.tolist(), strict=True) if m)
+        for i, (x, mask) in enumerate(rows)
+    }
+
+
+@pytest.mark.parametrize("kl_coef", [0.0, 0.3])
+@pytest.mark.parametrize("missing", [None, "one", "all"])
+def test_gdpo_is_the_weighted_sum_of_rewards_each_normalized_in_its_group(kl_coef, missing):
+    named = {"correct": list(CORRECT), "format": list(FORMAT)}
+    data = three_groups(**named)
+    if missing:  # of response 2; its total reward is missing too, or not
+        lost = data["rewards/format"].clone()
+        lost[2] = math.nan
+        total = data["rewards"].nan_to_num() if missing == "one" else lost + data["rewards/correct"]
+        data = data.with_sequences(**{"rewards/format": lost, "rewards": total})
+    weights = {"correct": 2.0, "format": 0.5}
+    rewards = Rewards.of(data, data["logprobs"], kl_coef)
+    found_S = Gdpo(weights=weights, reward_norm=Normalization("group", "group", eps=0)).estimate(
+        rewards, data, identity
+    )
+    cost = penalties(data, kl_coef)
+    for group in GROUPS:
+        here = [i for i in group if not (missing == "all" and i == 2)]
+        want = {i: cost[i] - sum(cost[j] for j in here) / len(here) if len(here) > 1 else 0.0 for i in here}
+        for name, weight in weights.items():
+            has = [i for i in here if not (missing and name == "format" and i == 2)]
+            for i, x in normalized(dict(enumerate(named[name])), has).items():
+                want[i] += weight * x
+        for i, x in want.items():
+            assert found_S.advantages_S[i].item() == pytest.approx(x, abs=1e-12)
+    assert found_S.advantages_S[7] == 0  # alone in its group
+
+
+def test_gdpo_tells_apart_what_the_normalized_sum_of_grpo_does_not():
+    data = three_groups(a=[0.0, 1, 0, 1, 0, 0, 0, 0], b=[0.0, 0, 0, 0, 0, 1, 1, 0])
+    sums = three_groups(a=[0.0, 1, 1, 2, 0, 0, 0, 0], b=[0.0] * 8)
+    grpo = [GROUP(x["rewards"], x.group_index(), torch.ones(8, dtype=torch.bool), identity) for x in (data, sums)]
+    both = three_groups(a=[0.0, 1, 0, 1, 0, 0, 0, 0], b=[0.0, 0, 1, 1, 0, 0, 0, 0])
+    one = Gdpo(weights={"a": 1.0, "b": 1.0}).estimate(Rewards.of(both), both, identity).advantages_S[:4]
+    assert grpo[1][:4].tolist() == pytest.approx([-math.sqrt(2), 0, 0, math.sqrt(2)], rel=1e-6)
+    assert one.tolist() == pytest.approx([-2, 0, 0, 2], rel=1e-6)  # the step between combinations stays one reward
+    weighted = Gdpo(length_weighted=True, weights={"a": 1.0}).estimate(Rewards.of(both), both, identity)
+    assert weighted.advantages_T.shape == both["input_ids"].shape
+
+
+def test_gdpo_reads_the_rewards_that_its_weights_name_and_needs_one():
+    assert Gdpo(weights={"a": 1.0}).needs() == {"rewards/a": "advantage.weights.a"}
+    with pytest.raises(SettingsError, match="weights={}: has no reward"):
+        Gdpo()
+
+
+@pytest.mark.parametrize("kl_coef", [0.0, 0.3])
+def test_max_rl_is_the_reward_relative_to_the_mean_of_its_group(kl_coef):
+    data = three_groups(correct=[1.0, 0, 0, 1, 0, 0, 0, 1])
+    found_S = MaxRL(1).estimate(Rewards.of(data, data["logprobs"], kl_coef), data, identity).advantages_S
+    cost = penalties(data, kl_coef)
+    for group, relative in zip(GROUPS, ([1, -1, -1, 1], [0, 0, 0], [1]), strict=True):  # the mean is 1/2, 0 and 1
+        mean = sum(cost[i] for i in group) / len(group)
+        for i, x in zip(group, relative, strict=True):
+            penalty = cost[i] - mean if len(group) > 1 else 0.0
+            assert found_S[i].item() == pytest.approx(x + penalty, abs=1e-12)
+
+
+def test_a_negative_reward_stops_max_rl():
+    data = three_groups(correct=[1.0, -1, 0, 1, 0, 0, 0, 1])
+    with pytest.raises(RunError, match=r"advantage=max_rl: a reward is -1"):
+        MaxRL().estimate(Rewards.of(data), data, identity)

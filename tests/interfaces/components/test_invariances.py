@@ -322,6 +322,7 @@ def test_trap_d13_every_policy_loss_is_in_the_tests():
         "sapo_loss",
         "gmpo_loss",
         "reinforce_loss",
+        "dppo_loss",
         "proximal_kl_loss",
         "sequence_mean",
         "behavior_weights",

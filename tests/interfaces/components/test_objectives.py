@@ -21,6 +21,7 @@ from realign.functional.packed import broadcast_to_tokens, cu_seqlens_of
 from realign.interfaces.components import (
     Cispo,
     Clip,
+    Dppo,
     Gmpo,
     Gspo,
     Objective,
@@ -33,7 +34,9 @@ from realign.interfaces.components import (
 )
 from realign.interfaces.components.aggregation import SeqMeanTokenMean
 from realign.interfaces.components.objectives import (
+    BinaryDivergence,
     cispo_loss,
+    dppo_loss,
     gmpo_loss,
     gspo_loss,
     proximal_kl_loss,
@@ -43,8 +46,8 @@ from realign.interfaces.components.objectives import (
 from realign.testing import random_batch
 
 LENGTHS = [4, 0, 1, 7, 3, 12, 2]
-OBJECTIVES = ("clip", "gspo", "cispo", "sapo", "gmpo", "reinforce", "proximal_kl")
-CLIPPED = ("clip", "gspo", "cispo", "gmpo")
+OBJECTIVES = ("clip", "gspo", "cispo", "sapo", "gmpo", "dppo", "reinforce", "proximal_kl")
+CLIPPED = ("clip", "gspo", "cispo", "gmpo", "dppo")
 DUAL = ("clip", "gspo")
 EVERY = pytest.mark.parametrize("objective", OBJECTIVES)
 
@@ -72,6 +75,9 @@ def loss_of(
         "gspo": lambda: gspo_loss(*args, cu_seqlens, low=bottom, high=top, dual=dual),
         "cispo": lambda: cispo_loss(*args, low=low, high=top),
         "gmpo": lambda: gmpo_loss(*args, cu_seqlens, low=low, high=top),
+        "dppo": lambda: dppo_loss(
+            *args, low=math.inf if low is None else low, high=top, divergence=BinaryDivergence.tv
+        ),
         "sapo": lambda: sapo_loss(*args, tau_pos=tau_pos, tau_neg=tau_neg),
         "reinforce": lambda: reinforce_loss(*args),
         "proximal_kl": lambda: proximal_kl_loss(*args, beta=1.0),
@@ -118,6 +124,11 @@ def reference(logp, old, adv, mask, weight, objective, low, high, dual, tau_pos,
             else:
                 for u in tokens:
                     rows[t][u] = w * slope * seq / n
+        elif objective == "dppo":
+            moved = math.exp(logp[t]) - math.exp(old[t])
+            away = moved > high if a > 0 else moved < -low
+            value = 0.0 if away else -a * r
+            rows[t][t] = w * value
         elif objective == "reinforce":
             value = -a * logp[t]
             rows[t][t] = -a * w
@@ -167,7 +178,9 @@ SETTINGS = [
 def of_formula(rows, objective, options, cotangent_T, *, weighted=False):
     """Return the loss of each token, and the gradient of its product with `cotangent_T`, from `reference`."""
     low, high = options["low"], options["high"]
-    if objective == "gmpo":
+    if objective == "dppo":
+        bounds = tuple(math.inf if bound is None else bound for bound in (low, high))
+    elif objective == "gmpo":
         bounds = (-math.inf if low is None else -low, math.inf if high is None else high)
     else:
         bounds = (0.0 if low is None else 1 - low, math.inf if high is None else 1 + high)
@@ -239,6 +252,13 @@ GOLDEN = {
         (1, -2, 4 / 1.05, 2, False),
         (2, 2, -8 / (1 + math.exp(-1)), -16 * math.exp(-1) / (1 + math.exp(-1)) ** 2, False),
         (2, -2, 8 / 1.05 / (1 + math.exp(-1.05)), 16 * math.exp(-1.05) / (1 + math.exp(-1.05)) ** 2, False),
+    ],
+    "dppo": [  # the old probability is 1, so the ratio minus 1 is the difference of probabilities
+        (1.5, 2, 0, 0, True),
+        (0.5, 2, -1, -1, False),
+        (0.5, -2, 0, 0, True),
+        (0.9, -2, 1.8, 1.8, False),
+        (1.5, -2, 3, 3, False),
     ],
     "gmpo": [  # the range is exp(-0.2) to exp(0.3)
         (1.5, 2, -2 * math.exp(0.3), 0, True),
@@ -376,17 +396,18 @@ def test_bad_input_is_named():
 
 
 COMPONENTS = {"clip": Clip, "gspo": Gspo, "cispo": Cispo, "sapo": Sapo, "gmpo": Gmpo, "reinforce": Reinforce}
-COMPONENTS |= {"proximal_kl": ProximalKL}
+COMPONENTS |= {"proximal_kl": ProximalKL, "dppo": Dppo}
 READS = {
     "clip": ("low", "high", "dual"),
     "gspo": ("low", "high", "dual"),
     "cispo": ("low", "high"),
     "gmpo": ("low", "high"),
+    "dppo": ("low", "high"),
     "sapo": ("tau_pos", "tau_neg"),
     "reinforce": (),
     "proximal_kl": (),
 }
-OWN = [Clip(), Gspo(), Cispo(), Sapo(), Gmpo(), Reinforce(), ProximalKL()]
+OWN = [Clip(), Gspo(), Cispo(), Sapo(), Gmpo(), Dppo(), Reinforce(), ProximalKL()]
 
 
 def tokens_of(rows, requires_grad: bool = False) -> tuple[PolicyTokens, torch.Tensor]:
@@ -402,7 +423,7 @@ def tokens_of(rows, requires_grad: bool = False) -> tuple[PolicyTokens, torch.Te
 def made(name: str, options: dict) -> Objective | None:
     """Build the objective with the options that it reads. Return None if it requires a bound that is None."""
     chosen = {key: value for key, value in options.items() if key in READS[name]}
-    if name in ("clip", "gspo") and None in (chosen["low"], chosen["high"]):
+    if name in ("clip", "gspo", "dppo") and None in (chosen["low"], chosen["high"]):
         return None
     if name in ("cispo", "gmpo") and chosen["high"] is None:
         return None
@@ -506,3 +527,33 @@ def test_only_a_target_makes_the_coefficient_adaptive():
     control = ProximalKL(0.5, target=0.01).control()
     assert control is not None
     assert control.coef == 0.5
+
+
+def test_the_divergence_of_dppo_can_be_the_kl_of_the_sampled_token_and_all_others():
+    rows = batch(seed=2)
+    logprobs_T, old_T, advantages_T, mask_T, _ = packed(rows)
+    low, high = 0.01, 0.03
+    found = dppo_loss(logprobs_T, old_T, advantages_T, mask_T, low=low, high=high, divergence=BinaryDivergence.kl)
+    dropped = []
+    for logp, old, advantage, mask in zip(
+        *(x.tolist() for x in (logprobs_T, old_T, advantages_T, mask_T)), strict=True
+    ):
+        p, q = math.exp(logp), math.exp(old)
+        if p >= 1:  # the random log-probs are not those of a model
+            dropped.append(None)
+            continue
+        kl = q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
+        away = (advantage > 0 and p > q and kl > high) or (advantage < 0 and p < q and kl > low)
+        dropped.append(mask and away)
+    known = [i for i, away in enumerate(dropped) if away is not None]
+    assert [bool(found.clipped_T[i]) for i in known] == [dropped[i] for i in known]
+    assert 0 < sum(dropped[i] for i in known) < int(mask_T.sum())
+    assert not found.loss_T[found.clipped_T].any()
+
+
+@pytest.mark.parametrize(("old", "new"), [(-1e-9, -8.0), (-8.0, -1e-9), (0.0, -1e-9), (0.0, 0.0)])
+def test_the_kl_of_dppo_is_finite_for_tokens_that_are_nearly_certain(old, new):
+    args = (torch.tensor([x]) for x in (new, old, -1.0 if new < old else 1.0))
+    found = dppo_loss(*args, ones(1), low=0.05, high=0.05, divergence=BinaryDivergence.kl)
+    assert found.loss_T.isfinite().all()
+    assert found.clipped_T.item() == (abs(old - new) > 1)
