@@ -29,7 +29,7 @@ from realign.testing import BigramEngine, random_batch, train_once
 from tests.config_parts import MUST_BE_GIVEN, PREFERENCE
 
 BUFFER = "interfaces.actor.truncation.overlong_buffer"
-NEEDS = {"dapo": [f"{BUFFER}=2"]}
+NEEDS = {"dapo": [f"{BUFFER}=2"], "gdpo": ["interfaces.actor.advantage.weights={right: 2}"]}
 ALGORITHMS = sorted({*list_algorithms()} - {*PREFERENCE})
 INHERENT = {
     # Every preset replaces the advantage, and the new one needs rewards, which this experiment has not.
@@ -68,6 +68,10 @@ def rl_experiments() -> tuple[str, ...]:
     return tuple(name for name, actor in classes.items() if issubclass(actor, PolicyInterface))
 
 
+# The reward of an experiment has no name.
+INHERENT |= {
+    (experiment, "gdpo"): r"advantage\.weights\.right needs key 'rewards/right'" for experiment in rl_experiments()
+}
 PAIRS = [(experiment, preset) for experiment in rl_experiments() for preset in ALGORITHMS]
 
 
@@ -153,7 +157,13 @@ def test_a_preset_and_an_experiment_compose_and_each_keeps_its_values(experiment
     assert clipped == torch.equal(trained.parameters[0], BigramEngine(seed=0).parameters[0])
 
 
-@pytest.mark.parametrize(("experiment", "preset"), INHERENT)
+@pytest.mark.parametrize(
+    ("experiment", "preset"),
+    [
+        pytest.param(*pair, marks=pytest.mark.slow if pair[1] == "gdpo" and pair[0] != "ppo" else ())
+        for pair in INHERENT
+    ],
+)
 def test_a_preset_and_an_experiment_that_exclude_each_other_are_an_error_with_the_reason(experiment, preset):
     with pytest.raises(ConfigError, match=INHERENT[experiment, preset]):
         resolved(overrides_of(experiment, preset))
@@ -188,6 +198,9 @@ EACH = [pytest.param(name, marks=[] if name in FEW else pytest.mark.slow) for na
 def test_an_algorithm_trains_a_real_model(name, overrides):
     two = [] if "n_minibatches: 1" in (experiments_dir() / "algorithm" / f"{name}.yaml").read_text() else [2]
     more = [f"interfaces.actor.n_minibatches={n}" for n in two]
+    if name == "gdpo":
+        reward = next(word.partition("=")[2] for word in overrides if word.startswith("interfaces.reward.function="))
+        more += ["interfaces.reward.function=null", f"interfaces.reward.functions={{right: '{reward}'}}"]
     made = build_experiment(compose([*overrides, f"algorithm={name}", *NEEDS.get(name, []), *more]))
     runtime = LocalRuntime(made)
     values, batch = runtime.step(1)

@@ -34,6 +34,10 @@ class Kind:
     """Most tokens of a response."""
     far: bool = False
     """Whether some log-probs differ by up to 30 nats from those of the reference."""
+    positive: bool = False
+    """Whether no reward is below 0."""
+    missing: bool = False
+    """Whether some responses lack the second of the named rewards."""
 
 
 KINDS = {
@@ -46,6 +50,9 @@ KINDS = {
     "truncated": Kind(truncated=True),
     "groups of 7 equal rewards": Kind((7,) * 3, equal=True),
     "far from the reference": Kind(far=True),
+    "without negative rewards": Kind((4, 2, 6, 3, 5, 4), positive=True),
+    "with several rewards": Kind((4, 2, 6, 3, 5, 4)),
+    "with several rewards, some missing": Kind(missing=True),
 }
 
 
@@ -81,7 +88,14 @@ def batch(kind: str, seed: int) -> dict[str, Tensor]:
         "returns": values + rng.normal(0, 1, old.shape),
         "rewards": rewards,
     }
-    shown = {k: torch.from_numpy(np.where(exists, x, 0) if x.ndim == 2 else x).float() for k, x in floats.items()}
+    # After all others, so that these have the same numbers in every kind of batch.
+    named = np.stack([rng.integers(0, 2, responses), rng.normal(0, 5, responses).round(1)], 1)
+    named[group == 1, 0] = 1
+    named[(rng.random(responses) < 0.2) & of.missing, 1] = np.nan
+    floats |= {"named": named} | ({"rewards": np.abs(rewards)} if of.positive else {})
+    shown = {
+        k: torch.from_numpy(np.where(exists, x, 0) if x.shape == exists.shape else x).float() for k, x in floats.items()
+    }
     others = {"exists": exists, "mask": mask & ~truncated[:, None], "group": group, "truncated": truncated}
     return shown | {key: torch.from_numpy(x) for key, x in others.items()}
 
@@ -106,6 +120,7 @@ def packed(batch: dict[str, Tensor]) -> SequenceSample:
         rewards=batch["rewards"][order],
         truncated=batch["truncated"][order],
         bootstrap_values=batch.get("bootstrap", torch.zeros(responses))[order],
+        **{f"rewards/{name}": batch["named"][order, k] for k, name in enumerate("ab")},
         labels=1.0 - torch.arange(responses) % 2,
         margins=torch.zeros(responses),
     )

@@ -91,6 +91,14 @@ ROWS: dict[str, Row] = {
     ),
     "gspo": Row("GSPO", ("experiment=grpo", "algorithm=gspo")),
     "cispo": Row("CISPO", ("experiment=grpo", "algorithm=cispo")),
+    "dppo": Row("DPPO", ("experiment=grpo", "algorithm=dppo"), note="The length limit is 512."),
+    "gdpo": Row(
+        "GDPO",
+        ("experiment=grpo", "algorithm=gdpo", *actor("advantage.weights={a: 1, b: 0.5}")),
+        "advantages",
+        "with several rewards",
+    ),
+    "maxrl": Row("MaxRL", ("experiment=grpo", "algorithm=maxrl"), "advantages", "without negative rewards"),
     "group_advantage": Row("Group advantages", ("experiment=grpo", "algorithm=grpo"), "advantages"),
     "ppo": Row(
         "PPO, actor",
@@ -202,6 +210,20 @@ def kl_by_sequence(batch: dict[str, Tensor], overrides: tuple[str, ...]) -> Resu
     both = ours.run("policy", batch, (*overrides, *same))
     policy = ours.run("policy", batch, without_kl((*overrides, *same)))
     return without[0] + both[0] - policy[0], without[1] + both[1] - policy[1]
+
+
+def of_logprobs(batch: dict[str, Tensor], overrides: tuple[str, ...]) -> Result:
+    """The same gradient, from a loss with the log-prob in place of the ratio."""
+    _, gradient = ours.run("policy", batch, overrides)
+    return (gradient * batch["new"]).sum(), gradient
+
+
+def above_zero(batch: dict[str, Tensor], overrides: tuple[str, ...]) -> Result:
+    """The mean that divides is 1e-6 larger."""
+    _, found = ours.run("advantages", batch, overrides)
+    count = batch["group"].bincount().float()
+    mean = torch.zeros_like(count).index_add(0, batch["group"], batch["rewards"]) / count
+    return torch.zeros(()), found * (mean / (mean + 1e-6))[batch["group"]][:, None]
 
 
 def k3(most: float | None, by_sequence: bool = False) -> Formula:
@@ -537,6 +559,69 @@ CELLS: dict[tuple[str, str], Cell | Absent] = {
         "it bounds the weight from both sides, by PPO's 0.2",
         f"{SLIME_LOSS}:708",
     ),
+    ("dppo", "trl"): Absent("whose trainer of it isn't in the release"),
+    ("dppo", "verl"): Cell(
+        {
+            **VERL_GRPO,
+            "algorithm.norm_adv_by_std_in_grpo": False,
+            f"{VERL}policy_loss.loss_mode": "dppo_tv",
+            f"{VERL}loss_agg_mode": "seq-mean-token-sum-norm",
+            f"{VERL}loss_scale_factor": 512,
+            f"{VERL}clip_ratio_low": 0.15,
+            f"{VERL}clip_ratio_high": 0.15,
+            f"{VERL}clip_ratio_c": 1e9,
+        },
+        differs="its loss is that of the log-prob, with the same gradient",
+        where="verl/trainer/ppo/core_algos.py:1439",
+        formula=of_logprobs,
+        batch="ragged",
+    ),
+    ("dppo", "openrlhf"): Absent(),
+    ("dppo", "areal"): Absent(),
+    ("dppo", "skyrl"): Cell(
+        {
+            **SKY_GRPO,
+            **REST,
+            "policy_loss_type": "dppo",
+            "dppo.delta_low": 0.15,
+            "dppo.delta_high": 0.15,
+            "grpo_norm_by_std": False,
+            "loss_reduction": "seq_mean_token_sum_norm",
+            "max_seq_len": 512,
+        },
+        batch="ragged",
+    ),
+    ("dppo", "slime"): Absent(),
+    ("gdpo", "trl"): Cell(
+        {"multi_objective_aggregation": "normalize_then_sum", "reward_weights": [1.0, 0.5]},
+        actor("advantage.reward_norm.eps=1e-4", "adv_norm.eps=1e-4"),
+        batch="with several rewards, some missing",
+    ),
+    ("gdpo", "verl"): Cell(
+        {
+            "algorithm.adv_estimator": "gdpo",
+            "algorithm.gdpo_reward_keys": ["a", "b"],
+            "algorithm.gdpo_reward_weights": [1.0, 0.5],
+        },
+        actor("advantage.length_weighted=true", "adv_norm.eps=1e-8", "adv_norm.eps_inside_sqrt=true"),
+        "it normalizes the sum over the tokens of the batch",
+        "verl/trainer/ppo/core_algos.py:466",
+    ),
+    ("gdpo", "openrlhf"): Absent(),
+    ("gdpo", "areal"): Absent(),
+    ("gdpo", "skyrl"): Absent(),
+    ("gdpo", "slime"): Absent(),
+    ("maxrl", "trl"): Absent(),
+    ("maxrl", "verl"): Absent(),
+    ("maxrl", "openrlhf"): Absent(),
+    ("maxrl", "areal"): Absent(),
+    ("maxrl", "skyrl"): Cell(
+        {"advantage_estimator": "maxrl"},
+        differs="it adds 1e-6 to the mean",
+        where="skyrl/backends/skyrl_train/utils/ppo_utils.py:1366",
+        formula=above_zero,
+    ),
+    ("maxrl", "slime"): Absent(),
     ("group_advantage", "trl"): Cell({"scale_rewards": "group"}, actor("adv_norm.eps=1e-4")),
     ("group_advantage", "verl"): Cell(VERL_GRPO, batch="ragged"),
     ("group_advantage", "openrlhf"): Cell(RLHF_GRPO, actor("adv_norm.eps=1e-9")),

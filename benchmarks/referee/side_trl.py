@@ -68,14 +68,20 @@ def grpo(kind: str, batch: dict[str, Tensor], new: Tensor, settings: dict[str, A
     trainer._logs = defaultdict(list, rewards=defaultdict(list), extra=defaultdict(list))
     trainer._pending_extra_logs, trainer._pending_metrics = {}, {}
     trainer._tokenizer, trainer.eos_token_ids = SimpleNamespace(pad_token_id=0), [1]
-    trainer.reward_weights, trainer.reward_func_names, trainer.reward_funcs = torch.ones(1), ["reward"], [None]
+    several = config.multi_objective_aggregation == "normalize_then_sum"
+    rewards = batch["named"] if several else batch["rewards"][:, None]
+    trainer.reward_weights = torch.tensor(config.reward_weights or [1.0])
+    trainer.reward_func_names, trainer.reward_funcs = (
+        [f"reward {k}" for k in range(rewards.shape[1])],
+        [None] * rewards.shape[1],
+    )
     lengths = batch["exists"].sum(-1).tolist()
     # the last token says whether a response ended
     ids = [[2] * (n - 1) + [2 if cut else 1] for n, cut in zip(lengths, batch["truncated"].tolist(), strict=True)]
     tool_mask = batch["mask"] | (batch["exists"] & batch["truncated"][:, None])
     tools = [tool_mask[s, :n].int().tolist() for s, n in enumerate(lengths)]
     trainer._generate = lambda prompts: ([[2]] * len(ids), ids, tools, ["text"] * len(ids), None, {}, None, None)
-    trainer._calculate_rewards = lambda *_: batch["rewards"][:, None]
+    trainer._calculate_rewards = lambda *_: rewards
     trainer._get_per_token_logps_and_entropies = lambda *_, **__: (batch["old"], None, None)
     trainer.ref_model = object()
     inputs = GRPOTrainer._generate_and_score_completions(trainer, [{"prompt": "text"}] * len(ids))

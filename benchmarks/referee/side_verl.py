@@ -58,6 +58,16 @@ def advantages_of(batch: dict[str, Tensor], mask: Tensor, settings: dict[str, An
     if settings["algorithm.adv_estimator"] == "gae":
         rates = settings["algorithm.gamma"], settings["algorithm.lam"]
         return core_algos.compute_gae_advantage_return(rewards, batch["values"], mask, *rates)[0]
+    if settings["algorithm.adv_estimator"] == "gdpo":
+        config = {name.removeprefix("algorithm."): value for name, value in settings.items()}
+        return core_algos.compute_gdpo_outcome_advantage(
+            rewards,
+            mask,
+            np.array(batch["group"]),
+            config=config,
+            non_tensor_batch={name: batch["named"][:, k].numpy() for k, name in enumerate("ab")},
+            batch={"prompts": mask.new_zeros(len(mask), 0), "attention_mask": batch["exists"]},
+        )[0]
     return core_algos.compute_grpo_outcome_advantage(
         rewards,
         mask,

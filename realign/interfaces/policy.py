@@ -126,13 +126,13 @@ class PolicyInterface(ModelInterface):
     keep_best: Count | None = None
     """Train only on the k highest-scoring responses per prompt (realhf's best-of-k); null trains on all."""
     advantage: AdvantageEstimator = field(default_factory=GAE)
-    """Advantage estimator: gae, n_step, group_relative, or your own."""
+    """Advantage estimator: gae, n_step, group_relative, gdpo, max_rl, or your own."""
     adv_norm: Normalization = field(default_factory=Normalization)
     """How to normalize advantages: over which responses to subtract the mean and divide by the standard deviation."""
     credit_per_minibatch: bool = False
     """Estimate and normalize advantages in each mini-batch on its own (openai/lm-human-preferences)."""
     objective: Objective = field(default_factory=Clip)
-    """Policy objective: clip, proximal_kl, gspo, cispo, sapo, gmpo, reinforce, or your own."""
+    """Policy objective: clip, proximal_kl, gspo, cispo, sapo, gmpo, dppo, reinforce, or your own."""
     correction: Correction | None = None
     """Correct for samples from an older or different policy: importance_correction, or your own; null: don't."""
     recompute: bool = False

@@ -26,11 +26,19 @@ from realign.interfaces.greedy import GreedyInterface
 from realign.interfaces.reference import ReferenceInterface
 from realign.runtime.local import LocalRuntime
 from realign.testing import BigramEngine, random_batch
+from realign.testing.batches import with_own_keys
 from tests.config_parts import PREFERENCE
 from tests.toys import BigramModel, CountToken, Prompts, experiment
 
 LIMIT, BUFFER, VOCABULARY = 8, 3, 5
-NEEDS = {"dapo": [f"interfaces.actor.truncation.overlong_buffer={BUFFER}"]}
+NEEDS = {
+    "dapo": [f"interfaces.actor.truncation.overlong_buffer={BUFFER}"],
+    "gdpo": [
+        "interfaces.reward.function=null",
+        "interfaces.reward.functions={a: 'own.py:a', b: 'own.py:b'}",
+        "interfaces.actor.advantage.weights={a: 1, b: 0.5}",
+    ],
+}
 
 
 @functools.cache
@@ -51,6 +59,8 @@ class Response:
     ref: np.ndarray
     reward: float
     baseline: float
+    named: dict[str, float]
+    """Rewards by name, with the factor of each."""
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -63,13 +73,14 @@ class Response:
 def responses(data: SequenceSample) -> list[Response]:
     """Return the responses with a reward and at least one trained token."""
     keys = ("input_ids", "loss_mask", "logprobs", "ref_logprobs")
-    rows = zip(data.group_index().tolist(), data["rewards"].tolist(), *map(data.sequences, keys), strict=True)
+    named = [{"a": a, "b": b} for a, b in zip(*(data[f"rewards/{name}"].tolist() for name in "ab"), strict=True)]
+    rows = zip(data.group_index().tolist(), data["rewards"].tolist(), named, *map(data.sequences, keys), strict=True)
     made = []
-    for group, reward, ids, mask, old, ref in rows:
+    for group, reward, several, ids, mask, old, ref in rows:
         at = np.flatnonzero(mask)
         baseline = float(data["baseline_rewards"][group])
         arrays = (np.asarray(x) for x in (ids[at - 1], ids[at], old[at], ref[at]))
-        made.append(Response(group, *arrays, reward, baseline))
+        made.append(Response(group, *arrays, reward, baseline, several))
     return [r for r in made if len(r) and np.isfinite(r.reward)]
 
 
@@ -125,6 +136,16 @@ def with_penalty_on_length(batch):
     return standardized(batch, [r.reward - p / BUFFER for r, p in zip(batch, past, strict=True)])
 
 
+def sum_of_standardized(batch):
+    parts = [(weight, standardized(batch, [r.named[name] for r in batch])) for name, weight in (("a", 1), ("b", 0.5))]
+    x = np.array([sum(weight * credit[i][0] for weight, credit in parts) for i in range(len(batch))])
+    return [np.full(len(r), a) for r, a in zip(batch, (x - x.mean()) / (x.std(ddof=1) + 1e-6), strict=True)]
+
+
+def relative_to_mean(batch):
+    return compared(lambda r, lengths: (r - r.mean()) / r.mean() if r.any() else 0 * r)(batch)
+
+
 def whitened(credit: Credit) -> Credit:
     x = np.concatenate(credit)
     return [(a - x.mean()) / np.sqrt(x.var(ddof=1) + 1e-8) for a in credit]
@@ -161,6 +182,11 @@ def gated(a, logp, r, start):
 def geometric(a, logp, r, start):
     log = np.where(a > 0, np.minimum(np.log(r), 0.4), np.maximum(np.log(r), -0.4))
     return -a * np.exp(log.mean())
+
+
+def within_the_region(a, logp, r, start):
+    moved = np.exp(logp) - np.exp(logp) / r
+    return np.where((a > 0) & (moved > 0.15) | (a < 0) & (moved < -0.15), 0, -a * r)
 
 
 def over_tokens(losses):
@@ -206,6 +232,9 @@ FORMULAS = {
     "gspo": Formula(standardized, sequence_clipped, over_sequences),
     "sapo": Formula(standardized, gated, over_sequences),
     "gmpo": Formula(standardized, geometric, over_sequences),
+    "gdpo": Formula(sum_of_standardized, PPO, over_sequences),
+    "dppo": Formula(less_mean, within_the_region, constant),
+    "maxrl": Formula(relative_to_mean, policy_gradient, sums),
 }
 
 
@@ -237,7 +266,7 @@ def reference(formula: Formula, data: SequenceSample, table: np.ndarray) -> tupl
 def batch_and_engine(seed: int) -> tuple[SequenceSample, BigramEngine]:
     """Return a ragged batch that was sampled near the engine's policy, with ratios around the bounds of all clips."""
     engine = BigramEngine(vocabulary=VOCABULARY, seed=seed, lr=1.0)
-    data = random_batch(seed, n_prompts=24, vocabulary=VOCABULARY)
+    data = with_own_keys(random_batch(seed, n_prompts=24, vocabulary=VOCABULARY), ["rewards/a", "rewards/b"], {}, seed)
     rng = np.random.default_rng(seed)
     off = np.repeat(rng.choice([6e-4, 0.2, 0.3, 0.6], data.n_sequences), data.lengths["input_ids"].flat)
     logp = engine.output(data).logprobs().numpy() + off * rng.normal(size=len(off))
@@ -276,11 +305,25 @@ def test_no_two_of_them_are_the_same_update():
         assert np.abs(a - b).max() > 1e-4, (name, other)
 
 
-ON_POLICY = {"gpg": 60.0, "opo": 10.0, "remax": 10.0, "rloo": 10.0}
+ON_POLICY = {"gpg": 60.0, "maxrl": 10.0, "opo": 10.0, "remax": 10.0, "rloo": 10.0}
 """Learning rates of algorithms with one step per batch. With SGD they depend on the scale of
 advantages, and on sums."""
-OTHERS = {"dr_grpo": 30.0, "gspo": 20.0}
+OTHERS = {"dppo": 30.0, "dr_grpo": 30.0, "gspo": 20.0}
 """Learning rates of algorithms with a ratio, which differs from 1 in the second step per batch. The default is 10."""
+
+
+class CountTokens(CountToken):
+    """Reward with two names."""
+
+    def inference(self, model, data, mb_spec):
+        out = super().inference(model, data, mb_spec)
+        return (
+            data.select(["input_ids"])
+            .with_sequences(
+                **{"rewards": out["rewards"], "rewards/a": out["rewards"], "rewards/b": (out["rewards"] > 1).float()}
+            )
+            .select(["rewards", "rewards/a", "rewards/b"])
+        )
 
 
 class Start(BigramModel):
@@ -297,7 +340,7 @@ def test_trap_g9_reward_rises_and_does_not_when_rewards_are_shuffled(tmp_path, n
     actor = made.interfaces["actor"]
     parts = {
         "actor": actor,
-        "reward": CountToken(shuffle=shuffle),
+        "reward": CountTokens() if name == "gdpo" else CountToken(shuffle=shuffle),
         "ref": ReferenceInterface(),
         "baseline": GreedyInterface(actor.generation),
     }

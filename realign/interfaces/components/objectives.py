@@ -589,9 +589,9 @@ class Dppo(Objective):
     measures from the policy that sampled, so leave `recompute` off.
     """
 
-    low: NonNegative = 0.2
-    """Largest divergence of a token with a negative advantage (SkyRL recommends 0.2 for tv, 0.05 for kl)."""
-    high: NonNegative = 0.2
+    low: NonNegative = 0.15
+    """Largest divergence of a token with a negative advantage (the paper: 0.15 for tv, 0.05 for kl)."""
+    high: NonNegative = 0.15
     """Largest divergence of a token with a positive advantage."""
     divergence: BinaryDivergence = BinaryDivergence.tv
     """How to measure the divergence of a token: tv or kl."""

@@ -247,20 +247,21 @@ def test_gdpo_is_the_weighted_sum_of_rewards_each_normalized_in_its_group(kl_coe
 
 
 def test_gdpo_tells_apart_what_the_normalized_sum_of_grpo_does_not():
-    data = three_groups(a=[0.0, 1, 0, 1, 0, 0, 0, 0], b=[0.0, 0, 0, 0, 0, 1, 1, 0])
-    sums = three_groups(a=[0.0, 1, 1, 2, 0, 0, 0, 0], b=[0.0] * 8)
-    grpo = [GROUP(x["rewards"], x.group_index(), torch.ones(8, dtype=torch.bool), identity) for x in (data, sums)]
-    both = three_groups(a=[0.0, 1, 0, 1, 0, 0, 0, 0], b=[0.0, 0, 1, 1, 0, 0, 0, 0])
-    one = Gdpo(weights={"a": 1.0, "b": 1.0}).estimate(Rewards.of(both), both, identity).advantages_S[:4]
-    assert grpo[1][:4].tolist() == pytest.approx([-math.sqrt(2), 0, 0, math.sqrt(2)], rel=1e-6)
-    assert one.tolist() == pytest.approx([-2, 0, 0, 2], rel=1e-6)  # the step between combinations stays one reward
-    weighted = Gdpo(length_weighted=True, weights={"a": 1.0}).estimate(Rewards.of(both), both, identity)
-    assert weighted.advantages_T.shape == both["input_ids"].shape
+    def advantages_of(b: list[float]) -> tuple[list[float], list[float]]:
+        data = three_groups(a=[0.0, 1, 0, 1, 0, 0, 0, 0], b=[*b, 0, 0, 0, 0])
+        grpo_S = GROUP(data["rewards"], data.group_index(), torch.ones(8, dtype=torch.bool), identity)
+        gdpo = Gdpo(weights={"a": 1.0, "b": 1.0}).estimate(Rewards.of(data), data, identity)
+        return grpo_S[:4].tolist(), gdpo.advantages_S[:4].tolist()
+
+    one, two = advantages_of([0, 0, 0, 0]), advantages_of([0.0, 1, 0, 1])  # the best responses have one or both rewards
+    assert one[0] == pytest.approx([-1, 1, -1, 1], rel=1e-6)
+    assert two[0] == pytest.approx(one[0], rel=1e-6)
+    assert (one[1], two[1]) == (pytest.approx([-1, 1, -1, 1], rel=1e-6), pytest.approx([-2, 2, -2, 2], rel=1e-6))
 
 
 def test_gdpo_reads_the_rewards_that_its_weights_name_and_needs_one():
     assert Gdpo(weights={"a": 1.0}).needs() == {"rewards/a": "advantage.weights.a"}
-    with pytest.raises(SettingsError, match="weights={}: has no reward"):
+    with pytest.raises(SettingsError, match=r"weights=\{\}: has no reward"):
         Gdpo()
 
 

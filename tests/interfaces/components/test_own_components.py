@@ -57,8 +57,8 @@ def topr(own):
 
 
 @pytest.fixture
-def maxrl(own):
-    return own("maxrl.py", "MaxRL")
+def ranks(own):
+    return own("rank_grpo.py", "RankRelative")
 
 
 def lines_of_code(path: Path) -> int:
@@ -74,7 +74,7 @@ def lines_of_code(path: Path) -> int:
     return sum(1 for number, row in rows if number not in dropped and row.strip() and not row.strip().startswith("#"))
 
 
-@pytest.mark.parametrize(("file", "most"), [("topr.py", 10), ("maxrl.py", 8)])
+@pytest.mark.parametrize(("file", "most"), [("topr.py", 10), ("rank_grpo.py", 14)])
 def test_a_new_component_takes_few_lines(file, most):
     assert 0 < lines_of_code(EXAMPLES / file) <= most
 
@@ -96,9 +96,9 @@ COMPONENTS = pytest.mark.parametrize("place", ["objective", "advantage"])
 
 
 @pytest.fixture
-def settings(place, topr, maxrl):
+def settings(place, topr, ranks):
     """Return the settings of an actor with the user's component at this place, and no further normalization."""
-    own = {"objective": topr()} if place == "objective" else {"advantage": maxrl()}
+    own = {"objective": topr()} if place == "objective" else {"advantage": ranks()}
     return own | {"adv_norm": Normalization("none", "none")}
 
 
@@ -130,9 +130,9 @@ def test_an_own_component_passes_the_conformance_kit(actor, settings):
 
 
 @ACTORS
-def test_with_an_own_advantage_kl_in_the_reward_and_dense_rewards_move_the_weights(actor, maxrl):
+def test_with_an_own_advantage_kl_in_the_reward_and_dense_rewards_move_the_weights(actor, ranks):
     def make(**more):
-        return actor(advantage=maxrl(), adv_norm=Normalization("none", "none"), **more)
+        return actor(advantage=ranks(), adv_norm=Normalization("none", "none"), **more)
 
     assert moved(make(), make(kl=KLPenalty("reward", 0.1)))
     a, b = (train_once(make(), batch(*dense), MicroBatchSpec()).parameters[0] for dense in ((), ("dense_rewards",)))
