@@ -523,7 +523,8 @@ class MaxRL(_Grouped):
 
     @override
     def describe(self) -> str:
-        return "(reward - mean of the group) / mean of the group, at each token of the response"
+        alone = "; the reward itself in a group of one" if self.min_group_size == 1 else ""
+        return f"(reward - mean of the group) / mean of the group{alone}"
 
 
 @dataclass
