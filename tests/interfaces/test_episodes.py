@@ -15,8 +15,10 @@ from realign.functional import Scope
 from realign.interfaces.components import (
     GAE,
     AdvantageEstimator,
+    Gdpo,
     GroupRelative,
     KLPenalty,
+    MaxRL,
     Normalization,
     NStep,
     RewardShaping,
@@ -76,6 +78,8 @@ ESTIMATORS = {
     GAE: GAE(lam=1.0, reward_norm=Normalization(Scope.group, Scope.batch)),
     NStep: NStep(n=TOKENS, reward_norm=Normalization(Scope.batch, Scope.none, leave_one_out=True)),
     GroupRelative: GroupRelative(min_group_size=3, rescale_degenerate=False),
+    Gdpo: Gdpo(weights={"own": 2.0}, reward_norm=Normalization(Scope.group, Scope.group)),
+    MaxRL: MaxRL(),
     TeacherKL: TeacherKL(),
 }
 """Estimators with settings under which the credit of a token does not depend on the end of its sequence."""
@@ -87,6 +91,7 @@ POLICIES = {
         )
         for kind in ESTIMATORS
         for norm in NORMALIZATIONS
+        if not (kind is MaxRL and norm["adv_norm"].std is Scope.group)
     },
     "GPG": GRPOActorInterface(advantage=GroupRelative(rescale_degenerate=True)),
     "OPO": GRPOActorInterface(advantage=GroupRelative(length_weighted=True)),
