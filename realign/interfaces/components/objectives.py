@@ -557,9 +557,11 @@ def dppo_loss(
 ) -> PolicyLoss:
     """Compute -r A, and 0 where the update leads away from the old policy and the divergence is beyond its bound.
 
-    Source: arXiv:2602.04879, eq. 11 to 14. With p and q the probabilities of the token under the current and the old
-    policy, a token has no loss if A > 0, p > q and D > high, or if A < 0, p < q and D > low. D is |p - q| (tv), or
-    q log(q / p) + (1 - q) log((1 - q) / (1 - p)) (kl). SkyRL has the same loss and TRL the same mask; verl the same
+    Source: arXiv:2602.04879, eq. 11 to 14. The token has probability p under the current policy, q under the old one.
+    It has no loss if A > 0, p > q and D > high, or if A < 0, p < q and D > low. D is |p - q| (tv), or
+    q log(q / p) + (1 - q) log((1 - q) / (1 - p)) (kl).
+
+    SkyRL has the same loss and TRL the same mask; verl the same
     gradient with a loss of -r A logprobs, whose ratio it bounds (`clip_ratio_c`). prime-rl drops tokens on both sides,
     whatever the sign of A.
     """
