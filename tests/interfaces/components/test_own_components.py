@@ -12,7 +12,7 @@ from typing import ClassVar
 import pytest
 import torch
 
-from realign.api import Keys, MicroBatchSpec, Model, ModelInterface, masked_mean, rl_graph
+from realign.api import GenerationConfig, Keys, MicroBatchSpec, Model, ModelInterface, masked_mean, rl_graph
 from realign.errors import GraphError
 from realign.interfaces.components import (
     GAE,
@@ -99,7 +99,7 @@ COMPONENTS = pytest.mark.parametrize("place", ["objective", "advantage"])
 def settings(place, topr, ranks):
     """Return the settings of an actor with the user's component at this place, and no further normalization."""
     own = {"objective": topr()} if place == "objective" else {"advantage": ranks()}
-    return own | {"adv_norm": Normalization("none", "none")}
+    return own | {"adv_norm": Normalization("none", "none"), "generation": GenerationConfig(n=4)}
 
 
 @ACTORS
@@ -132,7 +132,8 @@ def test_an_own_component_passes_the_conformance_kit(actor, settings):
 @ACTORS
 def test_with_an_own_advantage_kl_in_the_reward_and_dense_rewards_move_the_weights(actor, ranks):
     def make(**more):
-        return actor(advantage=ranks(), adv_norm=Normalization("none", "none"), **more)
+        unscaled = Normalization("none", "none")
+        return actor(advantage=ranks(), adv_norm=unscaled, generation=GenerationConfig(n=4), **more)
 
     assert moved(make(), make(kl=KLPenalty("reward", 0.1)))
     a, b = (train_once(make(), batch(*dense), MicroBatchSpec()).parameters[0] for dense in ((), ("dense_rewards",)))
