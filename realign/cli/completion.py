@@ -20,7 +20,7 @@ from realign.config.aliases import names
 from realign.config.errors import ConfigError
 from realign.config.files import GROUPS, experiments_dir, file_values
 from realign.config.help import Entry, entries_of, section_of
-from realign.config.index import class_at, outlined
+from realign.config.index import class_at, class_of_source
 from realign.config.places import ROOTS, place_of
 from realign.config.words import choices
 
@@ -124,7 +124,7 @@ def _keys(prefix: str, before: list[str], folder: Path | None, *, takes_value: b
         yield from (f"{group}=" for group in GROUPS if takes_value)
         if prefix:  # only when typed, since there are many
             yield from (f"{name}=" for name in names() if takes_value)
-    for entry in section_of(path, _config(before, folder) if path else {}, None, outlined).entries:
+    for entry in section_of(path, _config(before, folder) if path else {}, None, class_of_source).entries:
         yield f"{entry.key}." if entry.component else f"{entry.key}{ending}"
         if path and entry.component and takes_value and entry.choices:
             yield f"{entry.key}="
@@ -138,7 +138,7 @@ def _values(key: str, before: list[str], folder: Path | None) -> list[str]:
     path = tuple(key.split("."))
     if path[0] in ROOTS and ROOTS[path[0]].per_role and len(path) == 2:  # the role may be new
         return [*choices(place_of(path).field.types), "null"]
-    return _words(section_of(path, _config(before, folder), None, outlined).own)
+    return _words(section_of(path, _config(before, folder), None, class_of_source).own)
 
 
 def _words(entry: Entry | None) -> list[str]:

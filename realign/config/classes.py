@@ -108,7 +108,7 @@ def described(thing: Any) -> Class | None:
     return _of_function(thing, returns) if inspect.isclass(returns) else None
 
 
-def sketched(path: str, find: Callable[[str], Class | None]) -> Class | None:
+def read_source(path: str, find: Callable[[str], Class | None]) -> Class | None:
     """Return what the source of a class tells without running it: its fields, and those of its base classes.
 
     Args:
@@ -126,7 +126,7 @@ def sketched(path: str, find: Callable[[str], Class | None]) -> Class | None:
         froms = [statement for statement in body if isinstance(statement, ast.ImportFrom)]
         known = {alias.asname or alias.name: f"{f.module}.{alias.name}" for f in froms for alias in f.names}
         at = [known.get(base, f"{module}.{base}") for base in map(ast.unparse, node.bases)]
-        bases = [base for base in (find(base) or sketched(base, find) for base in at) if base is not None]
+        bases = [base for base in (find(base) or read_source(base, find) for base in at) if base is not None]
         fields = {name: field for base in reversed(bases) for name, field in base.fields.items()}
         for line in (line for line in node.body if isinstance(line, ast.AnnAssign)):
             field, written = ast.unparse(line.target), ast.unparse(line.annotation)

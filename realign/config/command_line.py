@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from realign.config.errors import ConfigError
 from realign.config.files import EXPERIMENT, is_path
-from realign.config.places import ROOTS, with_target
+from realign.config.places import ROOTS, spell_out
 from realign.config.trees import Path, get
 from realign.config.words import NONE, TARGET, is_word
 
@@ -28,7 +28,7 @@ _SPECIAL = re.compile(r"""[,'"\[\]{}\\]|\$\{""")
 
 
 def prepare(overrides: Sequence[str]) -> list[str]:
-    """Return the overrides with quotes where needed, YAML files as experiments, and import paths for words.
+    """Return the overrides with quotes where needed, and YAML files as experiments.
 
     Raises:
         ConfigError: an override is too long.
@@ -38,7 +38,7 @@ def prepare(overrides: Sequence[str]) -> list[str]:
             raise ConfigError(
                 f"{word[:60]!r}...: an override has {len(word):,} characters; at most {_LONGEST_WORD:,} can be read"
             )
-    return [quote_override(with_target(_with_file(word))) for word in overrides]
+    return [quote_override(_with_file(word)) for word in overrides]
 
 
 def quote_override(word: str) -> str:
@@ -104,6 +104,7 @@ def as_layer(overrides: Sequence[Override], present: dict[str, Any]) -> tuple[di
             deleted.append(path)
         elif not (override.is_add() and not isinstance(override.value(), dict) and get(present, path) is not None):
             _put(tree, path, override.value())
+    spell_out(tree)
     return tree, deleted
 
 
@@ -115,6 +116,8 @@ def rewritten(overrides: Sequence[Override], fitted: Mapping[str, Any]) -> Itera
             node = get(fitted, tuple(key.split(".")))
             if is_word(value) and isinstance(node, dict):
                 key, value = f"{key}.{TARGET}", node[TARGET]
+            elif key.endswith(f".{TARGET}") and isinstance(node, str):
+                value = node
             else:
                 value = _rewritten(value, node)
         yield override, key, value
@@ -126,7 +129,7 @@ def _is_ours(override: Override) -> bool:
     if root not in ROOTS or override.is_sweep_override() or override.package is not None:
         return False
     # An item of a list (`mcp[0]`) is no component of its own.
-    return "[" not in rest and (bool(rest) or isinstance(override.value(), dict))
+    return "[" not in rest and (bool(rest) or isinstance(override.value(), dict) or is_word(override.value()))
 
 
 def _put(tree: dict[str, Any], path: Path, value: Any) -> None:
@@ -162,5 +165,5 @@ def _rewritten(value: Any, fitted: Any) -> Any:
     if is_word(value) and isinstance(fitted, dict):
         return {TARGET: fitted[TARGET]}
     if isinstance(value, dict) and isinstance(fitted, dict):
-        return {key: _rewritten(item, fitted.get(key)) for key, item in value.items()}
+        return {key: fitted[key] if key == TARGET else _rewritten(item, fitted.get(key)) for key, item in value.items()}
     return value

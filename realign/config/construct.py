@@ -16,6 +16,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import MISSING
 from enum import Enum
 from functools import cache, partial
 from pathlib import Path
@@ -419,7 +420,7 @@ T = TypeVar("T")
 class _Parameter(NamedTuple):
     name: str
     annotation: Any
-    default: Callable[[], Any] | None  # None: required
+    default: Any  # MISSING: required
 
 
 def build(node: Any, kind: Any, where: str) -> Any:
@@ -506,7 +507,7 @@ def build_graph(node: Any, returns: type[T], where: str, interfaces: Mapping[str
         raise ConfigError(f"{where}.{TARGET}: {wrong}{beside(node[TARGET], fits, name)}")
     hints = _hints(function, where)
     parameters = [
-        _Parameter(p.name, hints.get(p.name, Any), None if p.default is p.empty else lambda p=p: p.default)  # type: ignore[misc]
+        _Parameter(p.name, hints.get(p.name, Any), MISSING if p.default is p.empty else p.default)
         for p in inspect.signature(function).parameters.values()
         if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
     ]
@@ -524,7 +525,9 @@ def fill(cls: type[T], raw: Mapping[str, Any], where: str, base: T | None = None
     parameters = []
     for field in dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ():
         if field.init:
-            parameters.append(_Parameter(field.name, hints[field.name], _default(field, base)))
+            default = default_of(cls, field.name) if base is None else getattr(base, field.name)
+            required = base is None and isinstance(default, str) and default == "???"
+            parameters.append(_Parameter(field.name, hints[field.name], MISSING if required else default))
     return _construct(cls, parameters, raw, where)
 
 
@@ -576,16 +579,6 @@ def _hints(thing: Any, where: str) -> Mapping[str, Any]:
         ) from error
 
 
-def _default(field: dataclasses.Field[Any], base: Any) -> Callable[[], Any] | None:
-    if base is not None:
-        return lambda: getattr(base, field.name)
-    if field.default_factory is not dataclasses.MISSING:
-        return field.default_factory
-    if field.default is dataclasses.MISSING or field.default == "???":
-        return None
-    return lambda: field.default
-
-
 def _construct(make: Callable[..., T], parameters: list[_Parameter], raw: Mapping[str, Any], where: str) -> T:
     prefix = f"{where}." if where else ""
     known = [p.name for p in parameters]
@@ -595,16 +588,16 @@ def _construct(make: Callable[..., T], parameters: list[_Parameter], raw: Mappin
         raise ConfigError(join_messages((cls and of_sibling(cls, key)) or unknown_key(key, known) for key in unknown))
     values = {}
     for p in parameters:
-        # Also for a field that is set: a mapping without `_target_` changes fields of the default.
-        default = p.default() if p.default is not None else None
         if p.name in raw:
+            # A mapping without `_target_` changes fields of the default.
+            default = None if p.default is MISSING else p.default
             values[p.name] = convert(raw[p.name], p.annotation, prefix + p.name, default)
-        elif p.default is None:
+        elif p.default is MISSING:
             kind = _type_name(p.annotation)
             value = f"a component, that is {prefix}{p.name}.{TARGET}" if _such_as(kind) else "a value"
             raise ConfigError(f"{prefix}{p.name} is missing: give it {value} ({kind}{_such_as(kind, p.name)})")
         else:
-            values[p.name] = default
+            values[p.name] = p.default
     try:
         # The order of the handlers matters: each class of errors is a subclass of the next one.
         return _make(make, values, raw)

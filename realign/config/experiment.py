@@ -283,7 +283,7 @@ def _roles(config: ExperimentConfig, root: str) -> dict[str, Any]:
     built = {}
     for role, node in getattr(config, root).items():
         where = f"{root}.{role}"
-        # Other root words are import paths by now (`spell_out`, `with_target`); these have no module per word.
+        # Other root words are import paths by now (`spell_out`); these have no module per word.
         if root in ("callbacks", "trackers") and not isinstance(node, Mapping):  # a bare word
             built[role] = convert(node, kind | None, where)
         elif node is not None:
@@ -422,7 +422,9 @@ def _data(raw: Any, where: str, training: Training, *, prompts: bool) -> Any:
         raise ConfigError(f"{key} is missing: give it the held-out rows")
     # `evaluation.data.split=test` alone means another split of the training dataset.
     keep = {"path", "subset", "revision"} if "path" not in raw else set()
-    reset = {name: _default(base, name) for name in _ROWS if name in names and name not in raw and name not in keep}
+    reset = {
+        name: default_of(type(base), name) for name in _ROWS if name in names and name not in raw and name not in keep
+    }
     return fill(type(base), raw, where, dataclasses.replace(base, **reset))  # type: ignore[type-var]
 
 
@@ -448,7 +450,7 @@ def _reward(raw: Mapping[str, Any], where: str, training: Training) -> Any:
     for short, long in SHORTHANDS.items():  # setting one of them replaces the other one of training
         for name, other in ((short, long), (long, short)):
             if name in raw and other not in raw and {name, other} <= _fields(type(base)):
-                given[other] = _default(base, other)
+                given[other] = default_of(type(base), other)
     return fill(type(base), given, where, base)
 
 
@@ -472,12 +474,6 @@ def _is_partial(raw: Any) -> bool:
 
 def _fields(cls: Any) -> set[str]:
     return {field.name for field in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else set()
-
-
-def _default(owner: Any, name: str) -> Any:
-    """Return the default of a field of a dataclass instance."""
-    field = next(field for field in dataclasses.fields(owner) if field.name == name)
-    return field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
 
 
 CORRECTION, DEFAULT_CORRECTION = "correction", "importance_correction"
@@ -504,9 +500,4 @@ def _corrects(node: Any, where: str) -> bool:
     """Return whether an interface has a correction, which its node does not set."""
     if not isinstance(node, Mapping) or CORRECTION in node or TARGET not in node:
         return False
-    cls = import_target(node[TARGET], f"{where}.{TARGET}")
-    return (
-        inspect.isclass(cls)
-        and dataclasses.is_dataclass(cls)
-        and any(f.name == CORRECTION for f in dataclasses.fields(cls))
-    )
+    return CORRECTION in _fields(import_target(node[TARGET], f"{where}.{TARGET}"))

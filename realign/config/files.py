@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 from realign.config.errors import ConfigError, one_line, suggest
-from realign.config.places import spell_out, with_target
+from realign.config.places import spell_out
 from realign.config.trees import merge
 from realign.config.words import NONE, TARGET
 from realign.safe_yaml import check_yaml
@@ -206,7 +206,7 @@ def file_values(overrides: Sequence[str], config_dir: Path | None = None) -> dic
     Raises:
         ConfigError: as for `Files.read`.
     """
-    given = dict(with_target(word).lstrip("+").partition("=")[::2] for word in overrides if "=" in word)
+    given = dict(word.lstrip("+").partition("=")[::2] for word in overrides if "=" in word)
     for path in (word for word in overrides if "=" not in word and is_path(word)):
         given[EXPERIMENT] = path
     chosen = {group: (given[group],) for group in GROUPS if group in given}

@@ -25,7 +25,7 @@ from types import ModuleType
 from typing import Any, TypeAlias
 
 from realign.cache_folder import Cache
-from realign.config.classes import PACKAGE, Class, Field, Type, described, import_path, sketched
+from realign.config.classes import PACKAGE, Class, Field, Type, described, import_path, read_source
 
 _GRAPH = "DataflowGraph"
 """Return annotation of a function that makes a graph."""
@@ -66,19 +66,19 @@ def indexed(path: str) -> Class | None:
     return None if values is None else _decoded(**values)
 
 
-def outlined(path: str) -> Class | None:
+def class_of_source(path: str) -> Class | None:
     """Return the class at an import path, without running a user's file: of it, only its source is read."""
-    return indexed(path) or (None if path.startswith(f"{PACKAGE}.") else sketched(path, indexed))
+    return indexed(path) or (None if path.startswith(f"{PACKAGE}.") else read_source(path, indexed))
 
 
 def variants_of(base: Class) -> Iterator[Class]:
     """Yield the classes that inherit from a class: first those of realign, then those that others have imported."""
     yield from filter(None, map(indexed, _variants().get(base.path, ())))
-    cls = imported(base.path)
+    cls = loaded(base.path)
     for derived in _subclasses(cls) if inspect.isclass(cls) else ():
         path = import_path(derived)
         # A class inside of a function, or that a later one of its name has replaced, has no import path.
-        if not path.startswith(f"{PACKAGE}.") and imported(path) is derived and (own := described(derived)) is not None:
+        if not path.startswith(f"{PACKAGE}.") and loaded(path) is derived and (own := described(derived)) is not None:
             yield own
 
 
@@ -90,7 +90,7 @@ def object_at(path: str) -> Any:
     return getattr(importlib.import_module(module), name, None)
 
 
-def imported(path: str) -> Any:
+def loaded(path: str) -> Any:
     """Return the object at an import path; None if its module is not imported."""
     module, _, name = path.rpartition(".")
     return getattr(sys.modules.get(module), name, None)
@@ -125,17 +125,17 @@ import paths, in packages."""
 @cache
 def _shipped() -> _Index:
     cached, name = Cache("index", limit=LARGEST, quiet=True), f"{_digest(str(ROOT).encode())}.json"
-    if _is_current(index := _parsed(cached.read(name))):
+    if _is_current(index := _parse(cached.read(name))):
         return index
     with cached.alone():  # of processes that start together, such as the workers of pytest, one reads the classes
-        if not _is_current(index := _parsed(cached.read(name))):
-            content = build(_parsed(FILE.read_bytes()) if FILE.exists() else index)
+        if not _is_current(index := _parse(cached.read(name))):
+            content = build(_parse(FILE.read_bytes()) if FILE.exists() else index)
             cached.write(name, content)
-            index = _parsed(content)
+            index = _parse(content)
     return index
 
 
-def _parsed(content: bytes | None) -> _Index:
+def _parse(content: bytes | None) -> _Index:
     """Return the index in a file; an empty one if it is damaged."""
     with suppress(ValueError, LookupError, TypeError, AttributeError):
         index = json.loads(content or b"")
@@ -177,7 +177,7 @@ def build(earlier: _Index | None = None) -> bytes:
     Args:
         earlier: An index. Only modules whose content differs from it are imported, and those that import them.
     """
-    old, sources = earlier or _parsed(None), _sources()
+    old, sources = earlier or _parse(None), _sources()
     texts = {module: Path(path).read_bytes() for module, path in sources.items()}
     files = {module: (*_facts(path), _digest(texts[module])) for module, path in sources.items()}
     # A time alone differs after `git checkout`, or in another installation.
@@ -187,15 +187,15 @@ def build(earlier: _Index | None = None) -> bytes:
         stale |= more
     if _READER in stale:
         stale |= files.keys()
-    modules = [module for name in sorted(stale & files.keys()) if (module := _imported(name)) is not None]
+    modules = [module for name in sorted(stale & files.keys()) if (module := _import(name)) is not None]
     own = [thing for m in modules for thing in vars(m).values() if getattr(thing, "__module__", None) == m.__name__]
     classes = {path: told for path, told in old["classes"].items() if path.rpartition(".")[0] not in stale}
     settings = [thing for thing in own if SETTINGS in _lineage(thing)]
-    in_fields = _in_fields(classes | _told(settings))
+    in_fields = _in_fields(classes | _describe(settings))
     if stale < files.keys() and in_fields - _in_fields(old["classes"]):
         return build()  # a class that no field had may be in a module that was not imported
     in_fields.add(SETTINGS)
-    classes |= _told(thing for thing in own if _makes_graph(thing) or in_fields.intersection(_lineage(thing)))
+    classes |= _describe(thing for thing in own if _makes_graph(thing) or in_fields.intersection(_lineage(thing)))
     exported = {name: path for name, path in old["exported"].items() if name.rpartition(".")[0] not in stale}
     for module in modules:
         named = {f"{module.__name__}.{name}": getattr(module, name) for name in getattr(module, "__all__", ())}
@@ -212,13 +212,13 @@ def _imports(module: str, path: str, text: bytes) -> list[str]:
     return [resolve_name(name, package) for name in names]
 
 
-def _imported(module: str) -> ModuleType | None:
+def _import(module: str) -> ModuleType | None:
     with suppress(ImportError):  # of an optional package: a config that needs the module says so
         return importlib.import_module(module)
     return None
 
 
-def _told(things: Iterable[Any]) -> dict[str, dict[str, Any]]:
+def _describe(things: Iterable[Any]) -> dict[str, dict[str, Any]]:
     return {cls.path: vars(cls) for cls in map(described, things) if cls is not None}
 
 

@@ -1,12 +1,11 @@
 """Places of the config: keys that can contain a component, and the class of this component.
 
 The class follows from the classes of the parent keys. Words at the root of a component, such as
-`interfaces.actor=grpo`, become import paths here.
+`interfaces.actor=grpo`, become import paths here, in files and on the command line alike.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import cached_property
@@ -16,7 +15,7 @@ from typing import Any, NamedTuple
 from realign.config.classes import Class, Field, Type
 from realign.config.construct import misfit
 from realign.config.errors import ConfigError, nearest
-from realign.config.index import Find, class_at, imported, object_at
+from realign.config.index import Find, class_at, loaded, object_at
 from realign.config.words import ENDINGS, TARGET, class_of_word, is_word, not_of, words_of
 
 
@@ -162,12 +161,12 @@ def place_of(path: tuple[str, ...], find: Find = class_at) -> Place:
     return Place(".".join(path), lambda: field, find, is_root=True)
 
 
-_IN_MAPPING = re.compile(rf"(\{{(?:[^{{}}]*,)?\s*{TARGET}:\s*)(\w+)(\s*[,}}].*)", re.DOTALL)
-"""A mapping of the command line whose `_target_` is a word."""
-
-
 def spell_out(values: Mapping[str, Any]) -> None:
-    """Replace the words of a file for root components, alone or as a `_target_`, by import paths."""
+    """Replace the words of a layer for root components, alone or as a `_target_`, by import paths.
+
+    Raises:
+        ConfigError: a word resembles one of the key. The message names that one.
+    """
     for root in ROOTS:
         node = values.get(root)
         below = node if ROOTS[root].per_role else {root: node}
@@ -179,44 +178,15 @@ def spell_out(values: Mapping[str, Any]) -> None:
                 owner[name] = {**given, TARGET: target}
 
 
-def with_target(override: str) -> str:
-    """Return an override in which a word for a root component is an import path; others stay as they are.
-
-    A sweep has several words: `interfaces.actor=ppo,grpo`.
-
-    Raises:
-        ConfigError: a word resembles one of the key. The message names that one.
-    """
-    key, _, value = override.partition("=")
-    at = key.lstrip("+").removesuffix(f".{TARGET}")
-    path = tuple(at.split("."))
-    match = _IN_MAPPING.fullmatch(value)
-    if match is not None and (target := _of_word(path, match[2])) is not None:
-        return f"{key}={match[1]}{target}{match[3]}"
-    targets = [_of_word(path, word.strip()) for word in value.split(",")]
-    if None not in targets:
-        sign = key[: len(key) - len(key.lstrip("+"))]
-        return f"{sign}{at}.{TARGET}={','.join(filter(None, targets))}"
-    if is_word(value) and (base := _base(path)) is not None and (near := nearest(value, words_of(base))):
-        raise ConfigError(f"{at}: unknown choice {value!r}; did you mean {near!r}?")
-    return override
-
-
-def _base(path: tuple[str, ...]) -> Class | None:
-    """Return the base class of a root component that a word chooses; None for other keys."""
-    if path[0] not in ROOTS or len(path) != 1 + ROOTS[path[0]].per_role:
-        return None
-    base = class_at(ROOTS[path[0]].kind)
-    if base is None or ROOTS[path[0]].by_word:
-        return base
-    return base if base.path in ENDINGS else None
-
-
 def _of_word(path: tuple[str, ...], word: Any) -> str | None:
-    if _base(path) is None or not is_word(word):
+    """Return the import path for a word of a root component; None for another value, or a key without such words."""
+    base = class_at(ROOTS[path[0]].kind)
+    if base is None or not is_word(word) or not (ROOTS[path[0]].by_word or base.path in ENDINGS):
         return None
     with suppress(ConfigError):
         return place_of(path).of_word(word)
+    if near := nearest(word, words_of(base)):
+        raise ConfigError(f"{'.'.join(path)}: unknown choice {word!r}; did you mean {near!r}?")
     return None
 
 
@@ -229,6 +199,6 @@ def fits(cls: Class, kind: Type) -> bool:
     base = class_at(kind.path)
     if base is None or base in (cls, *map(Class, cls.bases)):
         return base is not None and not cls.is_abstract
-    # A user's class that only was sketched stays unimported, so a protocol accepts it if it is imported.
-    own = object_at(cls.path) if cls.is_shipped else imported(cls.path)
+    # A user's class of which only the source was read stays unimported, so a protocol accepts it if it is imported.
+    own = object_at(cls.path) if cls.is_shipped else loaded(cls.path)
     return base.is_protocol and misfit(own, object_at(base.path)) is None

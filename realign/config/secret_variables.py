@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
 from realign.config.errors import ConfigError
-from realign.rewards.pool.secrets import allowed_variables, check_url, refusal, secret_variables
+from realign.secrets import allowed_variables, check_url, refusal, secret_variables
 
 _NO_DEFAULT = object()
 

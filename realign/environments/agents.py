@@ -25,7 +25,7 @@ from realign.environments.turns import abbreviate
 from realign.errors import ConfigError
 from realign.rewards.pool.binding import named_arguments
 from realign.rewards.pool.functions import is_async, load_object
-from realign.rewards.pool.secrets import without_secrets
+from realign.secrets import without_secrets
 
 START = Response("", (), 0, False)
 """The response that starts an agent."""

@@ -18,7 +18,7 @@ from realign.environments.calls import result_of
 from realign.errors import ConfigError
 from realign.rewards.pool.functions import load_object
 from realign.rewards.pool.http import AS_IT_IS, limit_answer
-from realign.rewards.pool.secrets import check_url, fill_url, redact, redact_text
+from realign.secrets import check_url, fill_url, redact, redact_text
 
 _FORMS = "'package.module:function' or 'path/to/file.py:function'"
 

@@ -28,8 +28,8 @@ from realign.cells import answers_of, read_column
 from realign.errors import ConfigError, DataError, SettingsError
 from realign.rewards.pool.functions import Prepared
 from realign.rewards.pool.http import AS_IT_IS, Unreachable, limit_answer, reach
-from realign.rewards.pool.secrets import ALLOWED_VARIABLES, allowed_variables, check_url, redact
 from realign.rewards.terms import RewardTerm
+from realign.secrets import ALLOWED_VARIABLES, allowed_variables, check_url, redact
 from realign.settings import Count, Finite, NonNegativeInt, Positive, Settings
 from realign.text import shorten, visible
 

@@ -21,8 +21,8 @@ from enum import StrEnum
 from pathlib import Path
 
 from realign.errors import ConfigError
-from realign.rewards.pool.secrets import without_secrets
 from realign.rewards.seccomp import is_supported, seccomp_filter
+from realign.secrets import without_secrets
 from realign.text import shorten
 
 logger = logging.getLogger(__name__)

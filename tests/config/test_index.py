@@ -74,18 +74,18 @@ C = A.replace("class A", "class C")
 def little(tmp_path, monkeypatch):
     """A small package in place of realign, with an empty cache folder; the modules that reading its index imports."""
     imports: list[str] = []
-    imported = index._imported
+    import_again = index._import
 
     def counted(module: str):
         imports.append(module)
         sys.modules.pop(module, None)
-        return imported(module)
+        return import_again(module)
 
     package = tmp_path / "little"
     package.mkdir()
     for name, text in {"__init__": "", "a": A, "b": B, "c": C}.items():
         (package / f"{name}.py").write_text(text)
-    monkeypatch.setattr(index, "_imported", counted)
+    monkeypatch.setattr(index, "_import", counted)
     monkeypatch.setattr(index, "ROOT", package)
     monkeypatch.setattr(index, "FILE", package / "index.json")
     monkeypatch.setattr(sys, "dont_write_bytecode", True)

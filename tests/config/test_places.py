@@ -10,12 +10,15 @@ import pytest
 
 from realign.cli.completion import completions
 from realign.config import build_experiment, compose
+from realign.config.composition import compose_raw
 from realign.config.construct import import_target
 from realign.config.errors import ConfigError
 from realign.config.files import experiments_dir
-from realign.config.places import spell_out, with_target
+from realign.config.places import spell_out
+from realign.config.trees import merge
 from tests.config_parts import write_experiment
 
+PPO = {"_target_": "realign.interfaces.ppo.PPOActorInterface"}
 REQUIRED = ["models.actor.path=m", "data.path=p.jsonl", "interfaces.reward.function=reward.py:score"]
 PLAIN = """# @package _global_
 steps: 2
@@ -51,8 +54,11 @@ evaluation:
     ],
 )
 def test_a_word_at_the_root_of_a_component_is_the_module_of_the_class(key, word, path):
-    override = f"{key}={word}"
-    assert with_target(override) == (override if path is None else f"{key}._target_={path}")
+    root, _, role = key.partition(".")
+    values = {root: {role: word} if role else word}
+    spell_out(values)
+    spelled = values[root][role] if role else values[root]
+    assert spelled == (word if path is None else {"_target_": path})
     if path is not None:
         assert import_target(path, key).__name__ == path.rpartition(".")[2]
 
@@ -92,33 +98,33 @@ def test_a_misspelled_word_of_a_nested_component_is_an_error_that_names_the_near
 
 
 @pytest.mark.parametrize(
-    ("override", "replaced"),
+    ("words", "changes"),
     [
-        ("interfaces.actor=ppo", "interfaces.actor._target_=realign.interfaces.ppo.PPOActorInterface"),
-        ("interfaces.actor._target_=ppo", "interfaces.actor._target_=realign.interfaces.ppo.PPOActorInterface"),
-        ("+models.x=shared_model", "+models.x._target_=realign.engines.shared_model.SharedModel"),
-        (
-            "interfaces.actor=sft,raft",
-            "interfaces.actor._target_=realign.interfaces.sft.SFTInterface,realign.interfaces.raft.RAFTActorInterface",
-        ),
-        (
-            "data={path: 'a,b', _target_: prompts, limit: 4}",
-            "data={path: 'a,b', _target_: realign.data.prompts.PromptData, limit: 4}",
-        ),
-        *((same, same) for same in ("interfaces.actor=nothing", "data=null", "~data", "interfaces.actor={a: 1}")),
-        *((same, same) for same in ("rollout=async", "data.path=prompts", "experiment=grpo", "data=grpo,prompts")),
+        (["interfaces.actor=ppo"], {"actor": PPO}),
+        (["interfaces.actor._target_=ppo"], {"actor": PPO}),
+        (["interfaces.actor={_target_: ppo}"], {"actor": PPO}),
+        (["interfaces={actor: ppo}"], {"actor": PPO}),
+        (["interfaces.actor.epochs=2", "interfaces.actor=ppo"], {"actor": {**PPO, "epochs": 2}}),
+        (["interfaces.actor={_target_: ppo, epochs: 2}"], {"actor": {**PPO, "epochs": 2}}),
+        (["+interfaces.other=ppo"], {"other": PPO}),
     ],
 )
-def test_an_override_with_a_word_becomes_one_with_an_import_path(override, replaced):
-    assert with_target(override) == replaced
+def test_the_command_line_takes_the_words_of_files(words, changes):
+    made = compose_raw(["experiment=grpo", *REQUIRED, *words])
+    expected = compose_raw(["experiment=grpo", *REQUIRED])["interfaces"]
+    merge(expected, changes)
+    assert made["interfaces"] == expected
 
 
-@pytest.mark.parametrize("override", ["interfaces.actor=grpp", "interfaces.actor._target_=gropo", "data=prompt"])
+@pytest.mark.parametrize(
+    "override",
+    ["interfaces.actor=grpp", "interfaces.actor._target_=gropo", "data=prompt", "interfaces.actor={_target_: gropo}"],
+)
 def test_a_misspelled_word_is_an_error_that_names_the_nearest(override):
     with pytest.raises(
         ConfigError, match=r"^(interfaces\.actor|data): unknown choice .* did you mean '(grpo|prompts)'"
     ):
-        with_target(override)
+        compose(["experiment=grpo", *REQUIRED, override])
 
 
 def test_a_file_is_written_in_words(tmp_path):

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from realign.errors import ConfigError
-from realign.rewards.pool.secrets import without_secrets
+from realign.secrets import without_secrets
 
 WORKER = Path(__file__).with_name("verifiers_worker.py")
 

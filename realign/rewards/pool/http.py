@@ -27,7 +27,7 @@ from urllib.request import (
 
 from realign.cells import read_column
 from realign.errors import TransientError
-from realign.rewards.pool.secrets import check_url, fill_url, redact
+from realign.secrets import check_url, fill_url, redact
 from realign.text import visible
 
 _REACH_S = 10.0

@@ -40,7 +40,6 @@ from realign.rewards.pool.functions import (
 from realign.rewards.pool.http import HttpReward
 from realign.rewards.pool.limits import WorkerLimits, limits_memory
 from realign.rewards.pool.processes import Answers, WorkerProcesses
-from realign.rewards.pool.secrets import redact, secret_variables
 from realign.rewards.pool.worker import (
     Answer,
     Concurrency,
@@ -52,6 +51,7 @@ from realign.rewards.pool.worker import (
     answer_concurrently,
 )
 from realign.rewards.pool.worker_process import WORKER_NAME
+from realign.secrets import redact, secret_variables
 from realign.settings import Count, Fraction, NonNegative, NonNegativeInt, Positive, check_value
 from realign.text import headline, log_file
 

@@ -27,7 +27,7 @@ from realign.errors import DataError
 from realign.rewards.pool.functions import load_function
 from realign.rewards.pool.http import Unreachable
 from realign.rewards.pool.limits import MemoryWatch, WorkerLimits, allow_cpu, limit_process
-from realign.rewards.pool.secrets import drop_secrets
+from realign.secrets import drop_secrets
 from realign.text import shorten, visible
 
 # Rewards become fp32 tensors, so numbers that overflow in fp32 are rejected like infinite ones.

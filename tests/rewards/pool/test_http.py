@@ -21,10 +21,10 @@ from realign.rewards import FailureKind, RewardPool, load_function
 from realign.rewards.pool import http
 from realign.rewards.pool import pool as pool_module
 from realign.rewards.pool.http import HttpReward, OpenRlhfReward, Unreachable
-from realign.rewards.pool.secrets import redact
 from realign.rewards.pool.worker import Expected, Problem, RewardCall
 from realign.rewards.pool.worker import answer as worker_answer
 from realign.rewards.terms import FunctionTerm, Openrlhf
+from realign.secrets import redact
 from realign.text import headline
 from tests.bad_answers import BAD, answered, bad_server
 from tests.tiny import random_sample, tiny_tokenizer

@@ -7,7 +7,6 @@ import pytest
 from realign.errors import SettingsError
 from realign.rewards import FailureKind, RewardPool
 from realign.rewards.pool.limits import MemoryWatch, WorkerLimits, limit_process
-from realign.rewards.pool.secrets import secret_variables, without_secrets
 from realign.rewards.sandbox import SandboxMode
 from realign.rewards.unit_tests import UnitTestsFunction
 
@@ -19,36 +18,6 @@ def score(function, rows, **settings):
     settings = {"workers": 1, "timeout_s": 60.0, "memory_mb": 512, "max_failed_fraction": 1.0, **settings}
     with RewardPool(f"{CONTAINED}:{function}", **settings) as pool:
         return pool.score(["p"] * len(rows), ["r"] * len(rows), rows)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("HF_TOKEN", "WANDB_API_KEY", "OPENAI_API_KEY", "GITHUB_TOKEN", "CI_JOB_TOKEN", "AWS_SESSION_TOKEN"),
-        *("AWS_PROFILE", "DB_PASSWORD", "PGPASSWORD", "MYSQL_PWD", "CLIENT_SECRET", "SECRETS", "SSH_AUTH_SOCK"),
-        *("GOOGLE_APPLICATION_CREDENTIALS", "hf_token", "MASTER_KEY", "PRIVATE_KEYS", "GH_PAT", "APIKEY"),
-    ],
-)
-def test_a_name_that_looks_like_a_secret_is_dropped(name):
-    assert secret_variables({name: "x"}) == [name]
-    assert without_secrets({name: "x"}) == {}
-    assert secret_variables({name: "x"}, keep=(name,)) == []
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("PATH", "PWD", "OLDPWD", "HOME", "TOKENIZERS_PARALLELISM", "OMP_NUM_THREADS", "PYTHONPATH", "KEYBOARD"),
-        *("HF_HOME", "CUDA_VISIBLE_DEVICES", "GIT_AUTHOR_NAME", "LANG", "MONKEY", "XDG_RUNTIME_DIR"),
-    ],
-)
-def test_an_ordinary_name_stays(name):
-    assert secret_variables({name: "x"}) == []
-
-
-def test_a_url_with_a_password_is_dropped_unless_it_is_a_proxy():
-    url = "postgres://user:word@host/base"
-    assert secret_variables({"DATABASE_URL": url, "https_proxy": url, "SITE": "https://host/a:b"}) == ["DATABASE_URL"]
 
 
 def test_workers_and_what_they_start_inherit_no_secret(monkeypatch):
