@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from realign.errors import RealignError
     from realign.python_api import Run, chat, compare, load_experiment, train
+    from realign.rewards.attack import check_reward
     from realign.runtime import Experiment
 
     __version__: str
@@ -21,12 +22,13 @@ HOMES = {
     "RealignError": "realign.errors",
     "Run": "realign.python_api",
     "chat": "realign.python_api",
+    "check_reward": "realign.rewards.attack",
     "compare": "realign.python_api",
     "load_experiment": "realign.python_api",
     "train": "realign.python_api",
 }
 """Module of each public name."""
-__all__ = ["Experiment", "RealignError", "Run", "__version__", "chat", "compare", "load_experiment", "train"]
+__all__ = ["Experiment", "RealignError", "Run", "__version__", "chat", "check_reward", "compare", "load_experiment", "train"]
 
 
 def __getattr__(name: str) -> Any:

@@ -75,6 +75,10 @@ class Verifier(Protocol):
         """Return whether `score_texts` costs little for many texts; False for judges, servers and sandboxes."""
         ...
 
+    def why_not_attacked(self) -> str:
+        """Return why `realign check` tries no wrong answers: a judge would cost money, for example; empty if it does."""
+        ...
+
     def score_texts(self, model: Model, data: SequenceSample, responses: Sequence[Sequence[str]]) -> Tensor:
         """Compute the rewards [S] of texts as responses; NaN for texts without a reward.
 

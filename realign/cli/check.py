@@ -20,13 +20,15 @@ from transformers.utils.logging import disable_progress_bar
 
 from realign.api import SequenceSample
 from realign.api.memory import RoleMemory
-from realign.api.rewards import total_rewards
+from realign.api.rewards import Verifier, total_rewards
 from realign.cells import answers_of
 from realign.cli.train import build_experiment_of, print_derived
 from realign.draw import to_text
 from realign.engines.shared_model import shared_roles
-from realign.errors import DataError
+from realign.errors import DataError, RewardError
 from realign.records.metrics.samples import as_one_line, show_row
+from realign.rewards.attack import ROWS as ATTACKED
+from realign.rewards.attack import RewardCheck, attack
 from realign.runtime import Experiment, LocalRuntime
 from realign.runtime.calls import call
 from realign.runtime.checks.auto_memory import with_memory_choices
@@ -145,6 +147,9 @@ def preflight(experiment: Experiment, console: Console) -> None:
         show_row(console, runtime.first_row())
         if runtime.known_answers:
             say("\nKnown answers" + "".join(f"\n  {line}" for line in runtime.known_answers))
+        for role, interface in runtime.interfaces.items():
+            if isinstance(interface, Verifier):
+                say(f"\nWrong answers\n  interfaces.{role}: {_attack(runtime, role, interface)}")
         batch = _run_calls(runtime)
         say(f"\nTwo prompts through every call except training\n{batch!r}")
         shown: Counter[str] = Counter()
@@ -206,6 +211,35 @@ def summary(device: DeviceEstimate) -> str:
     processes = f" in {device.processes} processes" if device.processes > 1 else ""
     free = "" if device.free is None else f", {show(device.free)} free"
     return f"{device.device}{processes}: {show(device.kept)} between calls, peak {show(device.peak)}{free}"
+
+
+def _attack(runtime: LocalRuntime, role: str, verifier: Verifier) -> RewardCheck | str:
+    """Return what wrong answers earn from a reward function, and warn if it is as much as right ones."""
+    if reason := verifier.why_not_attacked():
+        return f"not tried ({reason}). To try a function of Python alone, use realign.check_reward"
+    size, model = runtime.dataset.size, runtime.models[role]
+    data = runtime.prompts.preview(range(runtime.prompts.batch_prompts if size is None else min(size, ATTACKED)))
+    if "prompt_ids" not in data or "row" not in data.metadata:
+        return "not tried (the data has no prompts with rows)"
+    prompts = model.tokenizer.batch_decode(
+        [ids.tolist() for ids in data.sequences("prompt_ids")], skip_special_tokens=True
+    )
+
+    def score(index: int, texts: Sequence[str]) -> list[float]:
+        return verifier.score_texts(model, data.take([index]), [texts]).tolist()
+
+    try:
+        found = attack(data.metadata["row"], prompts, score, verifier.known_answer, verifier.known_answer_template)
+    except RewardError as error:
+        return f"stopped, since the function fails on them: {error}"
+    if found.findings:
+        kinds = ", ".join(finding.kind for finding in found.findings)
+        warnings.warn(
+            f"interfaces.{role}: wrong answers earn as much as right ones ({kinds}; see above). A policy finds them. "
+            "docs/guides/rewards.md#try-wrong-answers has remedies.",
+            stacklevel=2,
+        )
+    return found
 
 
 def _warn_of_equal_rewards(runtime: LocalRuntime, batch: SequenceSample) -> None:

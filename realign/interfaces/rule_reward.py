@@ -266,6 +266,15 @@ class RuleRewardInterface(ModelInterface):
         """Return whether every function is plain Python code that scores one response as it is; see `Verifier`."""
         return not self.dense and self.cut is None and all(self._open_pool(name).cheap for name in self._terms)
 
+    def why_not_attacked(self) -> str:
+        """Return why scoring hundreds of texts is impossible or may cost money; see `Verifier`."""
+        if self.dense:
+            return "dense=true rewards tokens"
+        if self.keep_environment:
+            return f"keep_environment={self.keep_environment}: a function may ask a service that costs money"
+        asking = [name or self._open_pool(name).name for name in self._terms if not self._open_pool(name).local]
+        return f"{', '.join(asking)}: a judge, a server or an async function may cost money" if asking else ""
+
     def score_texts(self, model: Model, data: SequenceSample, responses: Sequence[Sequence[str]]) -> Tensor:
         """Compute the rewards [S] fp32 of texts as responses, without `cut` and `shuffle`; see `Verifier`."""
         groups = [i for i, texts_ in enumerate(responses) for _ in texts_]

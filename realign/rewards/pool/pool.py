@@ -233,8 +233,13 @@ class RewardPool:
     @property
     def cheap(self) -> bool:
         """Whether the function is plain Python code that scores one response; no server, judge or sandbox."""
-        plain = not isinstance(self._function, Prepared | HttpReward) and self._concurrency is None
+        plain = self.local and not isinstance(self._function, Prepared)
         return plain and self.binding.scope is RewardScope.response
+
+    @property
+    def local(self) -> bool:
+        """Whether the function asks no server and no judge, as an `async def` probably does."""
+        return not isinstance(self._function, HttpReward) and self._concurrency is None
 
     def score(
         self,
