@@ -28,7 +28,17 @@ HOMES = {
     "train": "realign.python_api",
 }
 """Module of each public name."""
-__all__ = ["Experiment", "RealignError", "Run", "__version__", "chat", "check_reward", "compare", "load_experiment", "train"]
+__all__ = [
+    "Experiment",
+    "RealignError",
+    "Run",
+    "__version__",
+    "chat",
+    "check_reward",
+    "compare",
+    "load_experiment",
+    "train",
+]
 
 
 def __getattr__(name: str) -> Any:

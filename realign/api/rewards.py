@@ -76,7 +76,7 @@ class Verifier(Protocol):
         ...
 
     def why_not_attacked(self) -> str:
-        """Return why `realign check` tries no wrong answers: a judge would cost money, for example; empty if it does."""
+        """Return why `realign check` tries no wrong answers, such as a judge that costs money; empty if it does."""
         ...
 
     def score_texts(self, model: Model, data: SequenceSample, responses: Sequence[Sequence[str]]) -> Tensor:

@@ -1,6 +1,6 @@
 """Attack a reward with wrong answers that cost no model, before a policy finds them.
 
-A row's known answer in a usual form, such as `\\boxed{72}`, says what a right answer earns. About a dozen kinds of wrong
+A row's known answer in a usual form, such as `#### 72`, says what a right answer earns. About a dozen kinds of wrong
 answers then try to earn as much: an empty one, the prompt again, every number from 0 to 99, the format without content.
 """
 
@@ -24,7 +24,7 @@ from realign.errors import ConfigError, DataError
 from realign.rewards.pool.functions import Prepared, RewardFunction, is_async, load_function
 from realign.rewards.pool.http import HttpReward
 from realign.rewards.pool.pool import RewardPool
-from realign.text import shorten, visible
+from realign.text import visible
 
 ROWS = 8
 """Rows whose answers are tried, at most."""
@@ -56,18 +56,18 @@ _CODE_FORMS = (
     f"<think>\n{_THOUGHT}\n</think>\n<answer>\n```python\n{ANSWER}\n```\n</answer>",
     ANSWER,
 )
-_COLUMNS = frozenset(
-    "answer answers solution solutions ground_truth gold gold_answer golden_answer golden_answers expected_answer "
-    "final_answer correct_answer reference_answer answer_key answerkey target targets label labels value aliases text "
-    "code canonical_solution".split()
+_COLUMNS = re.compile(
+    r"((known|gold|golden|expected|final|correct|reference)_)?answers?|answer_?key|(canonical_)?solutions?|ground_truth|"
+    r"gold|targets?|labels?|value|aliases|text|code",
+    re.IGNORECASE,
 )
-"""Names of columns and of keys in them that hold known answers, in lower case."""
+"""Names of columns, and of keys in them, that hold known answers."""
 _PROMPTS = ("prompt", "question", "problem", "query", "instruction", "messages", "conversations", "conversation")
 """Names of columns with the prompt."""
 _CANDIDATES = 4
 _LONG = "We look at it again, and think about it once more, and then again. " * 120
 _REFUSALS = ("I'm sorry, but I can't help with that.", "I don't know.")
-_SHOWN = 60
+_SHOWN = 40
 
 Score: TypeAlias = Callable[[int, Sequence[str]], Sequence[float | None]]
 """Returns the rewards of texts as responses to a row, by its index; None or NaN for no reward."""
@@ -88,7 +88,7 @@ class Finding(NamedTuple):
     right_reward: float
 
     def __str__(self) -> str:
-        response, right = (repr(shorten(visible(text), _SHOWN)) for text in (self.response, self.right))
+        response, right = (_show(text) for text in (self.response, self.right))
         return (
             f"{self.kind}, in {self.hits} of {self.rows} rows: {response} earns {self.reward:.4g}, and the right "
             f"{right} {self.right_reward:.4g}"
@@ -151,7 +151,7 @@ def check_reward(
         ConfigError: the function does not exist, asks a server or a model, or wants a column that no row has.
     """
     several = function.values() if isinstance(function, Mapping) else function
-    functions = [function] if isinstance(several, str) or callable(several) else list(several)
+    functions: list[Any] = [function] if isinstance(several, str) or callable(several) else list(several)
     with ExitStack() as stack:
         pools = []
         for given in functions:
@@ -295,7 +295,7 @@ def _wrong_answers(
         kinds["all options"] = listed(options)
     if re.fullmatch(r"\w(?:[\w .,]*\w)?", text):
         around = ("7", "3") if text[0].isdigit() else ("x", "x")
-        kinds["the right answer inside a longer word or number"] = dressed(text.join(around))
+        kinds["the right answer inside a longer word"] = dressed(text.join(around))
     if re.fullmatch(r"\d{2,}|[A-Za-z]{4,}", text):
         kinds["the first half of the right answer"] = dressed(text[: len(text) // 2])
     if "\n" not in text:
@@ -325,7 +325,8 @@ def _others(known: Mapping[int, Sequence[str]], index: int) -> list[str]:
         for other, theirs in known.items()
         if other != index and not any(_same(a, b) for a in mine for b in theirs)
     )
-    return list(islice(dict.fromkeys(found), 3)) or [f"1{mine[0]}" if mine[0].isdigit() else "something else"]
+    invented = next((digit * 2 for digit in "123456789" if digit not in mine[0]), "-1")
+    return list(islice(dict.fromkeys(found), 3)) or [invented if mine[0].isdigit() else "something else"]
 
 
 def _known_answers(row: Mapping[str, Any], column: str | None) -> list[str]:
@@ -353,7 +354,7 @@ def _known_answers(row: Mapping[str, Any], column: str | None) -> list[str]:
 def _cells(node: Mapping[str, Any]) -> Iterator[Any]:
     """Yield the cells of columns, and of objects in them, that have a usual name of known answers."""
     for name, value in node.items():
-        usual = re.sub(r"\W", "_", str(name)).lower() in _COLUMNS
+        usual = _COLUMNS.fullmatch(re.sub(r"\W", "_", str(name)))
         if isinstance(value, Mapping):
             if usual or name in ("reward_model", "extra_info", "info"):
                 yield from _cells(value)
@@ -374,7 +375,7 @@ def _options(row: Mapping[str, Any], right: str, every: Sequence[str]) -> list[s
 
 
 def _listed_options(row: Mapping[str, Any]) -> list[str]:
-    cell = next((row[name] for name in ("choices", "options") if name in row), [])
+    cell: Any = next((row[name] for name in ("choices", "options") if name in row), [])
     cell = cell.get("text", list(cell.values())) if isinstance(cell, Mapping) else cell
     cell = cell.tolist() if hasattr(cell, "tolist") else cell
     return [str(option) for option in cell] if isinstance(cell, list | tuple) else []
@@ -398,6 +399,10 @@ def _same(a: str, b: str) -> bool:
     with suppress(ValueError):
         return float(a) == float(b)
     return a.strip().casefold() == b.strip().casefold()
+
+
+def _show(text: str) -> str:
+    return repr(visible(text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."))
 
 
 def _worth(reward: float | None) -> float:

@@ -180,3 +180,37 @@ def test_check_shows_the_rewards_of_known_answers(here, capsys):
     assert shown in capsys.readouterr().out
     assert cli.main(["check", *words, "interfaces.reward.known_answer_template='<{answer}>'"]) == 2
     assert "right answers have a mean reward of 0 and wrong answers 0 (4 rows). Row " in capsys.readouterr().err
+
+
+REWARDS = """
+def careless(response, answer):
+    return float(answer in response)
+
+async def asking(response, answer):
+    return float(answer in response)
+"""
+
+
+@pytest.mark.parametrize(
+    ("settings", "shown", "warns"),
+    [
+        ({"function": "rewards.py:careless"}, "these earn as much as right ones:", True),
+        ({"function": "realign.rewards.arithmetic:exact_answer"}, "earns as much as a right one", False),
+        ({"function": "rewards.py:asking"}, "not tried (rewards.py:asking: a judge, a server or an async", False),
+        ({"function": "rewards.py:careless", "keep_environment": "[MY_KEY]"}, "not tried (keep_environment=", False),
+        ({"function": "null", "functions": "{a: rewards.py:careless, b: rewards.py:asking}"}, "not tried (b: a", False),
+    ],
+)
+def test_check_tries_wrong_answers_on_the_reward(here, capsys, settings, shown, warns):
+    rows = [{"messages": [user(f"1+{n}=")], "answer": str(1 + n)} for n in range(4)]
+    (here / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (here / "rewards.py").write_text(REWARDS)
+    words = ["experiment=grpo", "models.actor.path=model", "data.path=sums.jsonl", "batch_prompts=4"]
+    words += ["interfaces.actor.generation.max_new_tokens=2", "interfaces.reward.workers=0"]
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        assert (
+            cli.main(["check", *words, *(f"interfaces.reward.{key}={value}" for key, value in settings.items())]) == 0
+        )
+    assert shown in capsys.readouterr().out.partition("\nWrong answers\n  interfaces.reward: ")[2]
+    assert any("wrong answers earn as much as right ones" in str(w.message) for w in warned) == warns

@@ -1,6 +1,6 @@
 """Weak and strict rewards, each with rows in the layout of a data set that people train on.
 
-`docs/guides/rewards.md` lists all of them with what `realign.check_reward` finds.
+`docs/guides/rewards.md` lists all of them, by what earns their reward, with what `realign.check_reward` finds.
 """
 
 from __future__ import annotations
@@ -47,7 +47,11 @@ VERL = [
 ]
 _FORMULAS = (r"\frac{3}{4}", "x^2+1", r"2\sqrt{3}", "12", r"\frac{\pi}{2}", "(2,5)")
 MATH = [
-    {"problem": f"Problem {i}. Simplify.", "solution": rf"We simplify to get $\boxed{{{formula}}}$.", "level": "Level 3"}
+    {
+        "problem": f"Problem {i}. Simplify.",
+        "solution": rf"We simplify to get $\boxed{{{formula}}}$.",
+        "level": "Level 3",
+    }
     for i, formula in enumerate(_FORMULAS)
 ]
 _CITIES = ("Paris", "Oslo", "Lima", "Cairo")
@@ -219,29 +223,29 @@ def yes_anywhere(response: str, answer: str) -> float:
 
 
 WEAK = {
-    "answer_in_response": Planted(answer_in_response, SUMS),
-    "any_number": Planted(any_number, SUMS),
-    "response_in_answer": Planted(response_in_answer, SUMS),
-    "prefix_of_answer": Planted(prefix_of_answer, SUMS),
-    "letter_anywhere": Planted(letter_anywhere, CHOICES),
-    "letter_in_tags": Planted(letter_in_tags, CHOICES),
-    "any_box": Planted(any_box, MATH),
-    "right_or_long": Planted(right_or_long, SUMS),
-    "right_unless_it_fails": Planted(right_unless_it_fails, SUMS),
-    "mostly_format": Planted(mostly_format, SUMS),
-    "same_letters": Planted(same_letters, SUMS),
-    "close_unless_far": Planted(close_unless_far, SUMS),
-    "none_equals_none": Planted(none_equals_none, VERL),
-    "constant": Planted(constant, SUMS),
-    "answer_in_everything": Planted(answer_in_everything, CHOICES),
-    "longer_is_better": Planted(longer_is_better, SUMS),
-    "exits_without_error": Planted(exits_without_error, CODE),
-    "tool_name": Planted(tool_name, TOOLS),
-    "response_as_pattern": Planted(response_as_pattern, SUMS),
-    "recall_of_words": Planted(recall_of_words, QUESTIONS),
-    "contained_anywhere": Planted(contained_anywhere, VERL),
-    "inverted": Planted(inverted, SUMS),
-    "yes_anywhere": Planted(yes_anywhere, YES_NO),
+    "the answer occurs in the response": Planted(answer_in_response, SUMS),
+    "any number of the response is the answer": Planted(any_number, SUMS),
+    "the response occurs in the answer": Planted(response_in_answer, SUMS),
+    "the answer starts with what is in the tags": Planted(prefix_of_answer, SUMS),
+    "the letter of the option occurs": Planted(letter_anywhere, CHOICES),
+    "the letter occurs in the tags": Planted(letter_in_tags, CHOICES),
+    "any box has the answer": Planted(any_box, MATH),
+    "right, plus up to 2 for the length": Planted(right_or_long, SUMS),
+    "right, or not a number": Planted(right_unless_it_fails, SUMS),
+    "1 for the tags, 0.05 for the answer": Planted(mostly_format, SUMS),
+    "all characters of the answer occur": Planted(same_letters, SUMS),
+    "`not abs(value - answer) > 1e-6`": Planted(close_unless_far, SUMS),
+    "the parsed response equals the parsed answer, None too": Planted(none_equals_none, VERL),
+    "always 1": Planted(constant, SUMS),
+    "the answer occurs in prompt or response": Planted(answer_in_everything, CHOICES),
+    "the length": Planted(longer_is_better, SUMS),
+    "code and tests end without an error, or exit with 0": Planted(exits_without_error, CODE),
+    "the name of the tool occurs": Planted(tool_name, TOOLS),
+    "the response is a regular expression that matches the answer": Planted(response_as_pattern, SUMS),
+    "fraction of the words of the answer that occur": Planted(recall_of_words, QUESTIONS),
+    "the answer occurs in the tags, without case and punctuation": Planted(contained_anywhere, VERL),
+    "1 for a wrong answer": Planted(inverted, SUMS),
+    "yes or no occurs": Planted(yes_anywhere, YES_NO),
 }
 
 
@@ -337,25 +341,25 @@ def brief_if_right(response: str, answer: str) -> float:
 
 
 STRICT = {
-    "exact_answer": Planted(exact_answer, SUMS),
-    "tagged_answer": Planted(tagged_answer, SUMS),
-    "same_value": Planted(same_value, [{**row, "answer": row["solution"]} for row in MATH]),
-    "last_hashes": Planted(last_hashes, VERL),
-    "last_hashes_of_cell": Planted(last_hashes_of_cell, GSM8K),
-    "last_number": Planted(last_number, SUMS),
-    "last_box": Planted(last_box, MATH),
-    "last_letter": Planted(last_letter, CHOICES),
-    "signed": Planted(signed, SUMS),
-    "close_number": Planted(close_number, SUMS),
-    "right_and_formatted": Planted(right_and_formatted, MATH),
-    "last_word": Planted(last_word, YES_NO),
-    "exact_alias": Planted(exact_alias, QUESTIONS),
-    "f1_of_words": Planted(f1_of_words, QUESTIONS),
-    "same_calls": Planted(same_calls, TOOLS),
-    "runs_to_the_end": Planted(runs_to_the_end, CODE),
-    "later": Planted(later, SUMS),
-    "whole_batch": Planted(whole_batch, SUMS),
-    "brief_if_right": Planted(brief_if_right, SUMS),
+    "shipped: the response is the answer": Planted(exact_answer, SUMS),
+    "shipped: the tags, and the answer in them": Planted(tagged_answer, SUMS),
+    "shipped: math-verify": Planted(same_value, [{**row, "answer": row["solution"]} for row in MATH[3:5]]),
+    "the number after the last `####`, 0.1 for another number (verl)": Planted(last_hashes, VERL),
+    "the number after the last `####` of response and cell (GSM8K)": Planted(last_hashes_of_cell, GSM8K),
+    "the last number": Planted(last_number, SUMS),
+    "the last box (TRL)": Planted(last_box, MATH),
+    "the last letter after *answer is*, or in the tags": Planted(last_letter, CHOICES),
+    "1 or -1 by the tags": Planted(signed, SUMS),
+    "the last number, within 0.01%": Planted(close_number, SUMS),
+    "the last box, plus 0.25 for each tag (TRL)": Planted(right_and_formatted, MATH),
+    "the last yes or no": Planted(last_word, YES_NO),
+    "one of several answers in the tags": Planted(exact_alias, QUESTIONS),
+    "F1 of words": Planted(f1_of_words, QUESTIONS),
+    "equal tool calls as JSON": Planted(same_calls, TOOLS),
+    "code and tests run to the end": Planted(runs_to_the_end, CODE),
+    "`async def`, exact": Planted(later, SUMS),
+    "a batch in one call, exact": Planted(whole_batch, SUMS),
+    "right, and more if brief": Planted(brief_if_right, SUMS),
 }
 
 __all__ = ["STRICT", "WEAK", "Planted"]

@@ -1,0 +1,142 @@
+"""The attack on rewards finds planted weak ones, and says nothing about strict ones."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+import realign
+from realign.errors import ConfigError
+from realign.rewards.attack import attack, check_reward
+from realign.rewards.judge import Judge
+from tests.rewards.planted_rewards import CHOICES, GSM8K, MATH, STRICT, SUMS, TOOLS, VERL, WEAK, answer_in_response
+
+GUIDE = Path(__file__).parents[2] / "docs/guides/rewards.md"
+IGNORED = "the known answer earns no more"
+"""What the table of the guide says about rewards whose known answers could not be told from others."""
+
+
+def kinds_of(check):
+    return ", ".join(sorted(finding.kind for finding in check.findings)) or (IGNORED if check.problem else "")
+
+
+def rows_of_the_guide():
+    """Return the kinds of wrong answers that find a reward, by what earns it, from the table of the guide."""
+    section = GUIDE.read_text(encoding="utf-8").partition("## Try wrong answers")[2].partition("\n## ")[0]
+    return dict(re.findall(r"^\| (.*?) \| ([^|]*?) \|$", section, re.MULTILINE)[1:])
+
+
+@pytest.mark.parametrize("what", WEAK)
+def test_the_attack_finds_a_weak_reward(what):
+    check = check_reward(*WEAK[what])
+    assert check.findings or check.problem
+    kinds = rows_of_the_guide()[what]
+    assert kinds_of(check) == kinds or (kinds == "almost all" and len(check.findings) >= 9)
+
+
+@pytest.mark.parametrize("what", STRICT)
+def test_the_attack_says_nothing_about_a_strict_reward(what):
+    check = check_reward(*STRICT[what])
+    assert (check.findings, check.problem) == ([], "")
+    assert check.tried > 30
+    assert check.rows >= 1
+
+
+def test_the_guide_has_every_planted_reward():
+    assert rows_of_the_guide().keys() == WEAK.keys()
+    guide = " ".join(GUIDE.read_text(encoding="utf-8").split())
+    assert [what for what in STRICT if what not in guide] == []
+
+
+def test_the_answer_in_the_response_is_found_by_15_for_5():
+    check = realign.check_reward(answer_in_response, [{"prompt": "What is 2 + 3?", "answer": "5"}])
+    assert {"every number from 0 to 99", "the right answer inside a longer word"} <= {
+        finding.kind for finding in check.findings
+    }
+    assert "'753' earns 1, and the right '5' 1" in str(check)
+    assert repr(check) == str(check)
+
+
+def test_several_functions_are_added():
+    def tagged(response):
+        return 20.0 * ("<answer>" in response)
+
+    def right(response, answer):
+        return float(f"<answer>{answer}</answer>" in response)
+
+    assert kinds_of(check_reward(right, SUMS)) == "every number from 0 to 99, the right answer among wrong ones"
+    assert "the format without content" in kinds_of(check_reward([right, tagged], SUMS))
+    assert "the format without content" in kinds_of(check_reward({"right": right, "tagged": tagged}, SUMS))
+
+
+@pytest.mark.parametrize(
+    ("rows", "right"),
+    [
+        (GSM8K, "72"),
+        (MATH, r"\frac{3}{4}"),
+        (CHOICES, "A"),
+        (VERL, "72"),
+        (
+            [
+                {"question": "?", "choices": {"text": ["x", "y"], "label": ["A", "B"]}, "answer": i % 2}
+                for i in range(4)
+            ],
+            "A",
+        ),
+        ([{"problem": "?", "Correct Answer": f"w{i}"} for i in range(3)], "w0"),
+        ([{"prompt": "?", "reward_model": {"ground_truth": {"target": [f"w{i}", "z"]}}} for i in range(3)], "w0"),
+    ],
+)
+def test_known_answers_are_found_in_the_layouts_of_data_sets(rows, right):
+    asked: list[str] = []
+
+    def collect(index, texts):
+        asked.extend(texts)
+        return [0.0] * len(texts)
+
+    attack(rows, [""] * len(rows), collect)
+    assert asked[0] == right
+
+
+def test_a_column_and_a_form_of_ones_own_are_used():
+    rows = [{"prompt": "?", "mine": str(n), "answer": "0"} for n in range(4)]
+
+    def own_form(response, mine):
+        return float(response == f"[[{mine}]]")
+
+    assert check_reward(own_form, rows).problem
+    check = check_reward(own_form, rows, known_answer="mine", known_answer_template="[[{answer}]]")
+    assert (check.rows, check.findings, check.problem) == (4, [], "")
+    assert "known_answer" in check_reward(own_form, rows, known_answer="yours").problem
+
+
+def test_rows_without_known_answers_are_not_attacked():
+    assert check_reward(lambda response: 1.0, [{"prompt": "Write a poem."}]).problem
+    assert check_reward(lambda response: 1.0, []).problem
+
+
+def test_a_function_that_fails_on_wrong_answers_gives_them_no_reward():
+    def fragile(response, answer):
+        return float(re.fullmatch(r"<answer>(.*)</answer>", response)[1] == answer)
+
+    check = check_reward(fragile, SUMS)
+    assert (check.rows, check.findings, check.problem) == (8, [], "")
+
+
+def test_tools_are_called_without_arguments():
+    (finding,) = [f for f in check_reward(*WEAK["the name of the tool occurs"]).findings if "arguments" in f.kind]
+    assert finding.response == '[{"name": "weather", "arguments": {}}]'
+    assert finding.rows == len(TOOLS)
+
+
+@pytest.mark.parametrize(
+    "function", ["http://localhost:1/score", Judge(model="m", base_url="http://localhost:1").load()]
+)
+def test_servers_and_judges_are_not_asked(function):
+    with pytest.raises(ConfigError, match="servers and judges are not attacked"):
+        check_reward(function, SUMS)
+
+
+def test_a_column_that_no_row_has_is_an_error():
+    with pytest.raises(ConfigError, match="asks for 'solution'"):
+        check_reward(lambda response, solution: 1.0, SUMS)
