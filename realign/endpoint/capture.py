@@ -67,6 +67,8 @@ class CapturedSequence:
     """Number of calls whose responses train in this sequence."""
     truncated: bool
     """Whether the length limit ended the last response."""
+    turn: Tensor
+    """[T] int32: the number of the call that sampled a token, from 0 in the session; -1 where `sampled` is False."""
 
 
 @dataclass
@@ -131,22 +133,23 @@ class Capture:
         """Return one sequence for every call that no other call continues. Each sampled token trains exactly once."""
         calls = self.calls()
         continued = {id(call.parent) for call in calls if call.parent is not None}
-        trained: set[int] = set()
-        return [_sequence(call, trained) for call in calls if id(call) not in continued]
+        numbers = {id(call): number for number, call in enumerate(calls)}
+        return [_sequence(call, numbers) for call in calls if id(call) not in continued]
 
 
-def _sequence(last: CapturedCall, trained: set[int]) -> CapturedSequence:
-    """Return the sequence that ends with a call; adds its calls to `trained`, which are ids of objects."""
+def _sequence(last: CapturedCall, numbers: dict[int, int]) -> CapturedSequence:
+    """Return the sequence that ends with a call; removes its calls from `numbers`, by ids of objects."""
     total = len(last.ids)
     sampled_T = torch.zeros(total, dtype=torch.bool)
     logprobs_T, versions_T = torch.zeros(total), torch.full((total,), -1, dtype=torch.int32)
+    turn_T = versions_T.clone()
     mask = SamplingMask.none(0)
     calls, call = 0, last
     while True:
         response, drawn = slice(call.prompt_tokens, len(call.ids)), None
-        if id(call) not in trained:
-            trained.add(id(call))
+        if (number := numbers.pop(id(call), None)) is not None:
             calls += 1
+            turn_T[response] = number
             sampled_T[response] = True
             logprobs_T[response] = call.completion.logprobs
             versions_T[response] = call.completion.versions
@@ -158,4 +161,4 @@ def _sequence(last: CapturedCall, trained: set[int]) -> CapturedSequence:
             break
         call = call.parent
     ids_T = torch.tensor(last.ids, dtype=torch.int64)
-    return CapturedSequence(ids_T, sampled_T, logprobs_T, versions_T, mask, calls, last.completion.truncated)
+    return CapturedSequence(ids_T, sampled_T, logprobs_T, versions_T, mask, calls, last.completion.truncated, turn_T)

@@ -122,21 +122,22 @@ class _PlainAgent(_Agent):
 def outcome(returned: Any) -> Outcome:
     """Return the result of `step` for the return value of an agent: a reward, or a mapping with the key `reward`.
 
-    With roles, the mapping has the key `rewards`, a mapping of roles to rewards.
+    A reward is a number, or a list with a number for each call of the policy. With roles, the mapping has the key
+    `rewards`, a mapping of roles to rewards.
 
     Raises:
         ValueError: a mapping has other keys than `reward` or `rewards`, and `truncated`.
     """
     if not isinstance(returned, Mapping):
-        return "", returned, True, False, {}
+        returned = {"reward": returned}
     key = _REWARDS if _REWARDS in returned else "reward"
     if key not in returned or (unknown := set(returned) - {key, "truncated"}):
         wrong = "has no key 'reward'" if key not in returned else f"has the unknown key {min(unknown, key=str)!r}"
         raise ValueError(f"the agent returned {abbreviate(returned)}, which {wrong}")
     truncated = returned.get("truncated", False)
-    if key == _REWARDS:
-        return "", 0.0, truncated is False, truncated, {_REWARDS: returned[_REWARDS]}
-    return "", returned["reward"], truncated is False, truncated, {}
+    rewards = returned[_REWARDS] if key == _REWARDS else {"": returned["reward"]}
+    single = 0.0 if key == _REWARDS or isinstance(returned["reward"], list | tuple) else returned["reward"]
+    return "", single, truncated is False, truncated, {_REWARDS: rewards}
 
 
 def read_outcome(roles: Sequence[str], returned: Any, tokens: Callable[[Any], Sequence[int]]) -> Step:
@@ -151,11 +152,13 @@ def read_outcome(roles: Sequence[str], returned: Any, tokens: Callable[[Any], Se
         ValueError: a reward is invalid, or the agent returned the rewards of other roles.
     """
     step = read_step(returned, tokens)
-    rewards = returned[4].get(_REWARDS, {})
-    if not isinstance(rewards, Mapping) or set(rewards) != set(roles):
+    rewards = returned[4][_REWARDS]
+    if not isinstance(rewards, Mapping) or set(rewards) != set(roles or [""]):
         expected = f"the key 'rewards' with a reward for each of {', '.join(roles)}" if roles else "one reward"
         raise ValueError(f"the agent returned the rewards {abbreviate(rewards)}, expected {expected}")
-    return replace(step, role_rewards={role: finite_reward(reward) for role, reward in rewards.items()})
+    lists = {role: [finite_reward(x) for x in xs] for role, xs in rewards.items() if isinstance(xs, list | tuple)}
+    totals = {role: sum(lists[role]) if role in lists else finite_reward(x) for role, x in rewards.items()}
+    return replace(step, reward=totals.get("", 0.0), role_rewards=totals, call_rewards=lists)
 
 
 async def _run_command(

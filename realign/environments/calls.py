@@ -31,6 +31,8 @@ class Step:
     truncated: bool = False
     role_rewards: Mapping[str, float] = field(default_factory=dict)
     """Reward of each role, at the end of an agent's episode with roles."""
+    call_rewards: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    """Rewards of the calls of each role ("" without roles), for an agent that returned one for each."""
 
     @property
     def over(self) -> bool:

@@ -108,10 +108,15 @@ class Episode:
         """Sum of the rewards of all turns; NaN if the environment failed."""
         return float("nan") if self.failure else sum(self.rewards, 0.0)
 
-    def dense_rewards(self) -> Tensor:
+    def turn_index(self) -> Tensor:
+        """Return [T] int32: the turn of each sampled token, from 0, and -1 for prompt and observation tokens."""
+        turn_T = torch.searchsorted(torch.tensor(self.turn_ends), torch.arange(len(self.ids)))
+        return torch.where(self.sampled, turn_T, -1).int()
+
+    def turn_rewards(self) -> Tensor:
         """Return [T] fp32: the reward of each turn at its last sampled token, 0 elsewhere."""
-        dense_T = torch.zeros(len(self.ids))
+        reward_T = torch.zeros(len(self.ids))
         # A turn in which the environment failed has no reward.
         judged = min(len(self.rewards), len(self.turn_ends))
-        dense_T[self.turn_ends[:judged]] = torch.tensor(self.rewards[:judged])
-        return dense_T
+        reward_T[self.turn_ends[:judged]] = torch.tensor(self.rewards[:judged])
+        return reward_T

@@ -61,8 +61,8 @@ class AgentInterface(ModelInterface):
     OUTPUTS = frozenset({"logprobs"})
 
     agent: str = ""
-    """Function `agent(base_url, api_key, row)` that returns a reward, `package.module:function` or
-    `path/to/file.py:function`. Set either this or `command`."""
+    """Function `agent(base_url, api_key, row)` that returns a reward, or a list with one for each of its calls,
+    `package.module:function` or `path/to/file.py:function`. Set either this or `command`."""
     arguments: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments to call the function with."""
     command: list[str] = field(default_factory=list)
@@ -237,9 +237,15 @@ class AgentInterface(ModelInterface):
             failure = "the agent made no call of the endpoint. Pass base_url and api_key to its OpenAI client"
         played = []
         for role, sequences in (by_role or {"": []}).items():
+            calls, given = sum(s.calls for s in sequences), None if step is None else step.call_rewards.get(role)
+            if given is not None and len(given) != calls and not failure:
+                failure = f"the agent returned {len(given)} rewards for {calls} calls. Return one for each call"
             reward = float("nan") if step is None or failure else step.role_rewards.get(role, step.reward)
             kind = EpisodeFailure.exception if failure and answer.kind is None else answer.kind
-            played.append(Played(sequences, reward, step is not None and step.truncated, failure, role, kind))
+            # one reward is that of the last call
+            rewards = given if given and not failure else [*[0.0] * (calls - 1), reward]
+            truncated = step is not None and step.truncated
+            played.append(Played(sequences, reward, truncated, failure, role, kind, tuple(rewards)))
         return played
 
     def _warn(self, session: Session) -> None:
@@ -281,6 +287,15 @@ class Played:
     role: str = ""
     kind: EpisodeFailure | None = None
     """Kind of the failure, also of one that has a reward (`timeout_reward`)."""
+    call_rewards: Sequence[float] = ()
+    """Reward of each call."""
+
+    def turn_rewards(self, sequence: CapturedSequence) -> torch.Tensor:
+        """Return [T] fp32: the reward of each call at its last token in a sequence, 0 elsewhere."""
+        reward_T, turns = torch.zeros(len(sequence.ids)), sequence.turn.tolist()
+        for place in (t for t, turn in enumerate(turns) if turn >= 0 and turns[t + 1 : t + 2] != [turn]):
+            reward_T[place] = self.call_rewards[turns[place]]
+        return reward_T
 
 
 def pack_episodes(
@@ -308,6 +323,8 @@ def pack_episodes(
         loss_mask=sampled_T,
         logprobs=torch.cat([s.logprobs for s, _ in flat]),
         versions=torch.cat([s.versions for s, _ in flat]),
+        turn_index=torch.cat([s.turn for s, _ in flat]),
+        turn_rewards=torch.cat([episode.turn_rewards(s) for s, episode in flat]),
     ).with_sequences(
         rewards=torch.tensor([episode.reward for _, episode in flat]),
         truncated=torch.tensor([s.truncated or episode.truncated for s, episode in flat]),
@@ -333,6 +350,7 @@ def _without_calls(prompt_ids: torch.Tensor) -> CapturedSequence:
         SamplingMask.none(total),
         calls=0,
         truncated=False,
+        turn=torch.full((total,), -1, dtype=torch.int32),
     )
 
 

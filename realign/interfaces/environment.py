@@ -2,7 +2,7 @@
 
 A role with this interface (`agent`) shares the actor's model. In the graph (`realign.api.rl_graph`) it replaces the
 actor's sampling and the role `reward`. Reads `prompt_ids` and `row`. Writes the keys of sampling, one sequence per
-episode, `rewards` [S] (with `dense` also `dense_rewards` [T]) and `turns` [S].
+episode, `rewards` [S] (with `dense` also `dense_rewards` [T]), `turns` [S], and the keys `TURNS` [T].
 
 A sequence is the prompt, followed by alternating sampled tokens and observations. No token is decoded and encoded
 again. `prompt_mask` marks the prompt and the observations, `loss_mask` the sampled tokens. `logprobs` is 0 and
@@ -58,6 +58,9 @@ from realign.errors import GraphError, SettingsError
 from realign.settings import Count, Finite, Fraction, Positive
 from realign.tokenization import Tokens
 
+TURNS = ("turn_index", "turn_rewards")
+"""Keys [T] of conversations: the turn of each sampled token, from 0 in each episode, and -1 for given tokens; and the
+reward of each turn, at its last sampled token."""
 _OF_ENVIRONMENT = f"{NAMED}environment"
 """Key [S] of the environment's own rewards, if further functions score the episodes."""
 
@@ -326,8 +329,10 @@ def pack_episodes(data: SequenceSample, episodes: Sequence[Episode], *, dense: b
         versions=torch.cat([e.versions for e in episodes]),
     )
     rewards_S = torch.tensor([e.reward for e in episodes])
+    turn_rewards_T = torch.cat([e.turn_rewards() for e in episodes])
+    out = out.with_tokens(turn_index=torch.cat([e.turn_index() for e in episodes]), turn_rewards=turn_rewards_T)
     if dense:
-        out = out.with_tokens(dense_rewards=torch.cat([e.dense_rewards() for e in episodes]))
+        out = out.with_tokens(dense_rewards=turn_rewards_T)
         rewards_S = rewards_S.where(rewards_S.isnan(), 0)  # with dense rewards, it only marks missing rewards (NaN)
     out = out.with_sequences(
         rewards=rewards_S,
@@ -341,7 +346,7 @@ def pack_episodes(data: SequenceSample, episodes: Sequence[Episode], *, dense: b
 
 def keys_written(dense: bool) -> tuple[str, ...]:
     """Return the keys that `generate` writes."""
-    return (*SAMPLED, "rewards", *(("dense_rewards",) if dense else ()), "turns", "failure")
+    return (*SAMPLED, "rewards", *(("dense_rewards",) if dense else ()), "turns", *TURNS, "failure")
 
 
 def failure_codes(kinds: Sequence[EpisodeFailure | None]) -> torch.Tensor:

@@ -23,7 +23,7 @@ class GRPOActorInterface(PolicyInterface):
     generation: GenerationConfig = field(default_factory=lambda: GenerationConfig(n=8))
     """How to sample responses; `generation.n` is the group size."""
     advantage: AdvantageEstimator = field(default_factory=GroupRelative)
-    """Advantage estimator: group_relative, gdpo, max_rl, gae, or your own."""
+    """Advantage estimator: group_relative, gdpo, max_rl, turn_returns, gae, or your own."""
     adv_norm: Normalization = field(default_factory=lambda: Normalization(mean=Scope.group, std=Scope.group))
     """How to normalize advantages: over which responses to subtract the mean and divide by the standard deviation."""
 

@@ -126,7 +126,7 @@ class PolicyInterface(ModelInterface):
     keep_best: Count | None = None
     """Train only on the k highest-scoring responses per prompt (realhf's best-of-k); null trains on all."""
     advantage: AdvantageEstimator = field(default_factory=GAE)
-    """Advantage estimator: gae, n_step, group_relative, gdpo, max_rl, or your own."""
+    """Advantage estimator: gae, n_step, group_relative, gdpo, max_rl, turn_returns, or your own."""
     adv_norm: Normalization = field(default_factory=Normalization)
     """How to normalize advantages: over which responses to subtract the mean and divide by the standard deviation."""
     credit_per_minibatch: bool = False
@@ -164,8 +164,8 @@ class PolicyInterface(ModelInterface):
         self.advantage.check(
             responses=self.generation.n,
             adv_norm=self.adv_norm,
-            baseline=self.reward.has_baseline,
-            shaped=self.reward.shapes_scores or self.truncation.changes_scores,
+            reward=self.reward,
+            truncation=self.truncation,
         )
         self.kl_control = self.kl.control()
         self.objective_control = self.objective.control()

@@ -76,6 +76,8 @@ def random_batch(
     }
     rewards_S = torch.from_numpy(rng.integers(0, 2, len(lengths.flat)).astype(np.float64))
     rewards_S[-1] = math.nan
+    keys["turn_index"] = torch.from_numpy(np.concatenate([_turns(mask) for mask in trained]))
+    keys["turn_rewards"] = torch.from_numpy(other.normal(0, 0.3, lengths.total))
     sample = SequenceSample(tuple(f"q{i}" for i in range(n_prompts)), keys, dict.fromkeys(keys, lengths))
     sample = sample.with_sequences(
         rewards=rewards_S,
@@ -90,6 +92,12 @@ def random_batch(
     per_prompt = Lengths(np.ones_like(counts), np.ones_like(counts))
     sample = sample.with_data({"baseline_rewards": torch.from_numpy(rng.normal(0, 1, n_prompts))}, lengths=per_prompt)
     return with_response_index(sample).with_metadata(row=[{"answer": str(i)} for i in range(n_prompts)])
+
+
+def _turns(trained: np.ndarray) -> np.ndarray:
+    """Return the turn of each trained token of a sequence: each run of them is one; -1 for the others."""
+    starts = np.diff(trained.astype(np.int32), prepend=0) == 1
+    return np.where(trained, starts.cumsum() - 1, -1).astype(np.int32)
 
 
 def with_own_keys(

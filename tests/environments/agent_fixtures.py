@@ -17,7 +17,7 @@ async def scripted(base_url, api_key, row):
             out = await client.chat.completions.create(model="policy", messages=messages)
             said = out.choices[0].message.content
             messages += [{"role": "assistant", "content": said}, {"role": "user", "content": observation}]
-    return len(row["script"]) / 4
+    return row.get("returned", len(row["script"]) / 4)
 
 
 def plain(base_url, api_key, row):
@@ -54,7 +54,7 @@ async def rewriting(base_url, api_key, row):
     async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
         await client.chat.completions.create(model="policy", messages=user(row["prompt"]))
         await client.chat.completions.create(model="policy", messages=user("x" + row["prompt"]))
-    return 1.0
+    return row.get("returned", 1.0)
 
 
 async def seeded(base_url, api_key, row, *, seed, scale=1.0):

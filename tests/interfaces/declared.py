@@ -42,6 +42,7 @@ COMPONENTS: dict[type, list] = {
     c.NStep: [c.NStep(0.9, 2, reward_norm=CENTERED, whiten_rewards=True, bootstrap=True)],
     c.GroupRelative: [c.GroupRelative(), c.GroupRelative(1, length_weighted=True, rescale_degenerate=True)],
     c.Gdpo: [c.Gdpo(weights={"a": 1.0}), c.Gdpo(1, {"a": 1.0, "b": -0.5}, CENTERED, length_weighted=True)],
+    c.TurnReturns: [c.TurnReturns(), c.TurnReturns(1, 0.5, "prompt")],
     c.MaxRL: [c.MaxRL(), c.MaxRL(1)],
     c.TeacherKL: [c.TeacherKL(), c.TeacherKL(0.5, 0.9)],
     c.ForwardKL: [c.ForwardKL()],

@@ -338,3 +338,33 @@ def test_a_run_trains_and_evaluates_with_agents(rollout, tmp_path):
     assert result.series("turns") == [1.0] * 3
     assert result.series("first_logprob_diff_max")[0] < 1e-4
     assert len(result.series("eval/reward")) == 2
+
+
+def test_an_agent_may_return_a_reward_for_each_of_its_calls():
+    sampler = GenerationConfig(n=1, max_new_tokens=6)
+    for agent in ("scripted", "rewriting"):  # in one sequence, and in one of each call
+        rows = [
+            {"prompt": "ab", "script": ["7", "no"], "returned": [0.25, -1.0]},
+            {"prompt": "ab", "script": ["7", "x"]},
+        ]
+        out = play(settings(agent, generation=sampler), batch(rows))
+        index_T, rewards_T, mask_T = (
+            torch.cat(out.sequences(key)) for key in ("turn_index", "turn_rewards", "loss_mask")
+        )
+        assert torch.equal(index_T >= 0, mask_T)
+        group_T = torch.arange(out.n_sequences).repeat_interleave(out.cu_seqlens().diff())
+        found = [
+            [float(rewards_T[(index_T == k) & (out.group_index()[group_T] == prompt)].sum()) for k in range(2)]
+            for prompt in range(2)
+        ]
+        single = {"scripted": 0.5, "rewriting": 1.0}[agent]  # one reward is that of the last call
+        assert found == [[0.25, -1.0], [0.0, single]]
+        assert {*out["rewards"].tolist()} == {-0.75, single}
+        last_T = index_T != torch.cat([index_T[1:], torch.tensor([-2])])
+        assert not rewards_T[~last_T].any()
+
+
+def test_another_number_of_rewards_than_calls_fails_the_episode():
+    rows = [{"prompt": "ab", "script": ["7", "no"], "returned": [0.25]}]
+    with pytest.raises(EnvironmentFailure, match=r"the agent returned 1 rewards for 2 calls"):
+        play(settings("scripted"), batch(rows))

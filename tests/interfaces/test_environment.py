@@ -18,7 +18,7 @@ from realign.environments import EnvironmentFailure
 from realign.environments import event_loops as loops
 from realign.errors import ConfigError
 from realign.interfaces import raft
-from realign.interfaces.components import GAE, KLPenalty, RewardShaping
+from realign.interfaces.components import GAE, KLPenalty, Normalization, RewardShaping, TurnReturns
 from realign.interfaces.environment import EnvironmentInterface, with_environment
 from realign.interfaces.grpo import GRPOActorInterface
 from realign.interfaces.ppo import PPOActorInterface, dataflow
@@ -289,6 +289,7 @@ def test_dense_rewards_stand_at_the_last_sampled_token_of_each_turn():
     engine = Scripted({"q/0/turn0": "xy.", "q/0/turn1": "z."})
     out = hold(settings(dense=True), engine, batch({"q": row}))
     assert lists(out, "dense_rewards") == [[0, 0, 0, 0, 0.25, 0, 0, 0, -1.0]]
+    assert lists(out, "turn_rewards") == lists(out, "dense_rewards")
     assert out["rewards"].tolist() == [0.0]
 
 
@@ -623,3 +624,31 @@ def test_a_run_whose_episodes_change_their_rows_is_the_same_after_a_resume(tmp_p
     assert whole == [2.0 + 3.0] * 4
     play("parts", 2)
     assert play("parts", 4, resume="auto") == whole
+
+
+def test_three_turns_get_the_discounted_rewards_from_them_on_less_those_of_the_other_episode():
+    """Rewards 0, 0, 1 and 0, 1, 0, gamma 1/2: returns 1/4, 1/2, 1 and 1/2, 1, 0, whose means are 3/8, 3/4 and 1/2."""
+    rewards = {"a": (0.0, 0.0, 1.0), "b": (0.0, 1.0, 0.0)}
+    played = []
+    for name, turns in rewards.items():
+        script = [("x", reward, k == 2, False, {}) for k, reward in enumerate(turns)]
+        engine = Scripted({f"{name}/0/turn{k}": said for k, said in enumerate(["x.", "yz", "w."])})
+        played.append(hold(settings(), engine, batch({name: {"script": script}})))
+    a, b = played
+    assert lists(a, "turn_index") == [[-1, -1, 0, 0, -1, 1, 1, -1, 2, 2]]
+    assert lists(a, "turn_rewards") == [[0, 0, 0, 0, 0, 0, 0, 0, 0, 1.0]]
+    assert lists(b, "turn_rewards") == [[0, 0, 0, 0, 0, 0, 1.0, 0, 0, 0]]
+    assert a["rewards"].tolist() == b["rewards"].tolist() == [1.0]  # so group_relative would give no advantage
+    keys = ("input_ids", "loss_mask", "turn_index", "turn_rewards", "logprobs")
+    data = SequenceSample.from_sequences(
+        ["q"], {key: [[out.sequences(key)[0] for out in played]] for key in keys}
+    ).with_sequences(rewards=torch.ones(2), episode=torch.tensor([0, 1]), response_index=torch.tensor([0, 1]))
+    centered = Normalization("group", "none")
+    actor = GRPOActorInterface(advantage=TurnReturns(gamma=0.5), adv_norm=centered)
+    credited = actor.with_advantages(Model("actor", BigramEngine()), data)
+    first = [0, 0, -1 / 8, -1 / 8, 0, -1 / 4, -1 / 4, 0, 1 / 2, 1 / 2]
+    assert lists(credited, "advantages") == [first, [-x for x in first]]
+    graph = dataflow({"actor": actor, "agent": settings()})
+    assert {"turn_index", "turn_rewards"} <= {
+        key for rpc in graph.rpcs if rpc.name == "actor_train" for key in rpc.inputs
+    }

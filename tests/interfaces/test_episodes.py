@@ -23,6 +23,7 @@ from realign.interfaces.components import (
     NStep,
     RewardShaping,
     TeacherKL,
+    TurnReturns,
 )
 from realign.interfaces.grpo import GRPOActorInterface
 from realign.interfaces.ppo import PPOActorInterface
@@ -44,7 +45,13 @@ def batch(sequences=WHOLE, seed=0) -> SequenceSample:
     rewards = rng.integers(0, 3, EPISODES) / 2.0
     rewards[1] = math.nan
     keys = ("logprobs", "prox_logprobs", "ref_logprobs", "teacher_logprobs")
-    given_T, nested, episode, of_sequence = [False] * 2, {key: [] for key in ("input_ids", *keys)}, [], []
+    nested = {key: [] for key in ("input_ids", "turn_index", "turn_rewards", *keys)}
+    given_T, episode, of_sequence = [False] * 2, [], []
+        [False] * 2,
+        {key: [] for key in ("input_ids", "turn_index", "turn_rewards", *keys)},
+        [],
+        [],
+    )
     masks, e = [], 0
     for size in GROUPS:
         for column in (*nested.values(), masks):
@@ -52,7 +59,10 @@ def batch(sequences=WHOLE, seed=0) -> SequenceSample:
         for number in range(size):
             ids, values = rng.integers(1, 9, TOKENS), {key: rng.normal(-2, 0.3, TOKENS) for key in keys}
             truncated = bool(rng.random() < 0.3)
+            gains = rng.normal(0, 1, TOKENS) * (np.arange(TOKENS) % 2)  # three turns of two tokens
             for part in np.split(np.arange(TOKENS), sequences[e]):
+                nested["turn_index"][-1].append(torch.tensor([-1, -1, *part // 2]))
+                nested["turn_rewards"][-1].append(torch.tensor([0.0, 0.0, *gains[part]]))
                 nested["input_ids"][-1].append(torch.tensor([1, 2, *ids[part]]))
                 masks[-1].append(torch.tensor([*given_T, *[True] * len(part)]))
                 for key in keys:
@@ -80,6 +90,7 @@ ESTIMATORS = {
     GroupRelative: GroupRelative(min_group_size=3, rescale_degenerate=False),
     Gdpo: Gdpo(weights={"own": 2.0}, reward_norm=Normalization(Scope.group, Scope.group)),
     MaxRL: MaxRL(),
+    TurnReturns: TurnReturns(gamma=0.5),
     TeacherKL: TeacherKL(),
 }
 """Estimators with settings under which the credit of a token does not depend on the end of its sequence."""

@@ -15,6 +15,8 @@ from realign.interfaces.components.advantages import (
     NStep,
     Rewards,
     TeacherKL,
+    TurnGroup,
+    TurnReturns,
     advantage_stats,
     normalize_advantages,
 )
@@ -113,6 +115,8 @@ __all__ = [
     "TokenMean",
     "TruncatedReward",
     "Truncation",
+    "TurnGroup",
+    "TurnReturns",
     "ValueObjective",
     "advantage_stats",
     "first_logprob_diff",

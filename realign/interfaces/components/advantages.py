@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from functools import cached_property
 from typing import ClassVar
 
@@ -32,6 +33,7 @@ from realign.functional import (
     broadcast_to_tokens,
     degenerate_groups,
     discounted_returns,
+    first_of_each,
     gae,
     kl_estimate,
     n_step,
@@ -43,7 +45,9 @@ from realign.functional import (
 from realign.functional.normalization import group_moments, identity
 from realign.functional.packed import check_shapes
 from realign.interfaces.components.normalization import Normalization
+from realign.interfaces.components.reward_shaping import RewardShaping
 from realign.interfaces.components.scoring import old_logprobs
+from realign.interfaces.components.truncation import Truncation
 from realign.settings import Count, Finite, Fraction, Positive, Settings
 
 
@@ -120,6 +124,10 @@ class Estimate:
     """[T]."""
     returns_T: Tensor | None = None
     """[T] targets of a critic."""
+    group_T: Tensor | None = None
+    """[T] ints: what `adv_norm` compares as one group, for advantages of tokens; None: the responses to a prompt."""
+    counted_T: Tensor | None = None
+    """[T] bool: the tokens that the statistics of `adv_norm` count, such as one of each turn; None: all."""
 
     @classmethod
     def of(cls, found: Tensor | Estimate, cu_seqlens: Tensor, estimator: str) -> Estimate:
@@ -183,14 +191,14 @@ class AdvantageEstimator(Settings, ABC):
         """Return a scalar that multiplies the advantages after `adv_norm`; None: 1."""
         return None
 
-    def check(self, *, responses: int, adv_norm: Normalization, baseline: bool, shaped: bool) -> None:
+    def check(self, *, responses: int, adv_norm: Normalization, reward: RewardShaping, truncation: Truncation) -> None:
         """Reject settings of the actor under which advantages would be wrong or all 0.
 
         Args:
             responses: number of responses per prompt.
             adv_norm: the normalization that follows.
-            baseline: whether scores have a baseline subtracted that is the same for all responses to a prompt.
-            shaped: whether settings of `reward` or `truncation` change scores.
+            reward: what changes scores before; a baseline is the same for all responses to a prompt.
+            truncation: what changes the scores of truncated responses.
 
         Raises:
             SettingsError: names the setting.
@@ -257,7 +265,7 @@ class _ValueBased(AdvantageEstimator):
         """Return the estimator for the launch table."""
 
     @override
-    def check(self, *, responses: int, adv_norm: Normalization, baseline: bool, shaped: bool) -> None:
+    def check(self, *, responses: int, adv_norm: Normalization, reward: RewardShaping, truncation: Truncation) -> None:
         _check_groups("advantage.reward_norm", self.reward_norm, responses)
 
     @override
@@ -345,13 +353,13 @@ class _Grouped(AdvantageEstimator):
     """Drop groups with fewer rewarded responses from the loss."""
 
     @override
-    def check(self, *, responses: int, adv_norm: Normalization, baseline: bool, shaped: bool) -> None:
+    def check(self, *, responses: int, adv_norm: Normalization, reward: RewardShaping, truncation: Truncation) -> None:
         _check_groups("adv_norm", adv_norm, responses)
         if self.min_group_size > responses:
             raise SettingsError(
                 f"advantage.min_group_size={self.min_group_size}: must be at most generation.n={responses}"
             )
-        if baseline and adv_norm.mean is Scope.group:
+        if reward.has_baseline and adv_norm.mean is Scope.group:
             raise SettingsError(
                 "reward.baseline=greedy: subtracts the same number from every response of a group, which "
                 "adv_norm.mean=group cancels. Set adv_norm.mean=none (ReMax)"
@@ -403,8 +411,8 @@ class GroupRelative(_Grouped):
         return _of_responses(rewards.per_sequence, rewards, self.length_weighted)
 
     @override
-    def check(self, *, responses: int, adv_norm: Normalization, baseline: bool, shaped: bool) -> None:
-        super().check(responses=responses, adv_norm=adv_norm, baseline=baseline, shaped=shaped)
+    def check(self, *, responses: int, adv_norm: Normalization, reward: RewardShaping, truncation: Truncation) -> None:
+        super().check(responses=responses, adv_norm=adv_norm, reward=reward, truncation=truncation)
         if self.rescale_degenerate and adv_norm.mean is not Scope.group:
             raise SettingsError(
                 "advantage.rescale_degenerate=true: groups with equal rewards have advantages of 0 only with "
@@ -463,10 +471,10 @@ class Gdpo(_Grouped):
         return _of_responses(total_S, rewards, self.length_weighted)
 
     @override
-    def check(self, *, responses: int, adv_norm: Normalization, baseline: bool, shaped: bool) -> None:
-        super().check(responses=responses, adv_norm=adv_norm, baseline=baseline, shaped=shaped)
+    def check(self, *, responses: int, adv_norm: Normalization, reward: RewardShaping, truncation: Truncation) -> None:
+        super().check(responses=responses, adv_norm=adv_norm, reward=reward, truncation=truncation)
         _check_groups("advantage.reward_norm", self.reward_norm, responses)
-        if baseline or shaped:
+        if reward.has_baseline or reward.shapes_scores or truncation.changes_scores:
             raise SettingsError(
                 "advantage=gdpo: normalizes each named reward, and `reward` and `truncation` change only their sum. "
                 "Remove their settings, or add a reward function (truncation.mask=true works)"
@@ -512,10 +520,11 @@ class MaxRL(_Grouped):
         return Estimate(advantages_S=relative_S + penalties_S)
 
     @override
-    def check(self, *, responses: int, adv_norm: Normalization, baseline: bool, shaped: bool) -> None:
-        super().check(responses=responses, adv_norm=adv_norm, baseline=baseline, shaped=shaped)
-        if adv_norm.std is Scope.group or baseline:
-            wrong = "reward.baseline=greedy: makes rewards negative" if baseline else "adv_norm.std=group: gives GRPO"
+    def check(self, *, responses: int, adv_norm: Normalization, reward: RewardShaping, truncation: Truncation) -> None:
+        super().check(responses=responses, adv_norm=adv_norm, reward=reward, truncation=truncation)
+        if adv_norm.std is Scope.group or reward.has_baseline:
+            wrong = "adv_norm.std=group: gives GRPO"
+            wrong = "reward.baseline=greedy: makes rewards negative" if reward.has_baseline else wrong
             raise SettingsError(
                 f"{wrong} with advantage=max_rl, which divides by the mean of the group. Set adv_norm.mean=none, "
                 "adv_norm.std=none and reward.baseline=none"
@@ -525,6 +534,77 @@ class MaxRL(_Grouped):
     def describe(self) -> str:
         alone = "; the reward itself in a group of one" if self.min_group_size == 1 else ""
         return f"(reward - mean of the group) / mean of the group{alone}"
+
+
+class TurnGroup(StrEnum):
+    """The turns that are compared with each other."""
+
+    turn = "turn"
+    """The same turn of the prompt's other episodes: first turns with first turns."""
+    prompt = "prompt"
+    """All turns of the prompt's episodes."""
+
+
+@dataclass
+class TurnReturns(_Grouped):
+    """Credit for turns: the rewards from a turn on, discounted over turns, compared by `adv_norm` with other turns.
+
+    The return of turn k is G_k = r_k + gamma G_(k+1), as in AReaL (`turn_discount`) and Kevin (arXiv:2507.11948), which
+    compares all turns of a prompt. All tokens of a turn get its advantage, and statistics count a turn once. What
+    belongs to no turn, such as the score of a further reward function, is a reward of the last turn; a KL in the reward
+    is one of the turn of its token.
+
+    Returns are compared, not rewards. MT-GRPO (arXiv:2505.11821) normalizes the reward of each turn and adds up the
+    results, whose baseline then depends on how many turns the policy takes: a bias toward shorter or longer episodes.
+    """
+
+    reads: ClassVar[frozenset[str]] = frozenset({"turn_index", "turn_rewards"})
+
+    gamma: Fraction = 1.0
+    """Discount per turn."""
+    compare: TurnGroup = TurnGroup.turn
+    """Which turns `adv_norm` compares with scope group: turn or prompt."""
+
+    @override
+    def estimate(self, rewards: Rewards, data: SequenceSample, reduce: Reduce) -> Estimate:
+        sequence_T, turn_T = sequence_index(rewards.cu_seqlens), data["turn_index"].long()
+        episode_S = data.episode_index()
+        episodes, turns = int(episode_S.max()) + 1, max(1, int(turn_T.max()) + 1)
+        on_T = rewards.mask_T & (turn_T >= 0)
+        cell_T = torch.where(on_T, episode_S[sequence_T] * turns + turn_T, 0)
+        reward_T = data["turn_rewards"].to(torch.float64)
+        if rewards.kl_T is not None:
+            reward_T = reward_T - rewards.kl_coef * rewards.kl_T
+        reward_EK = reward_T.new_zeros(episodes * turns).index_add(0, cell_T, torch.where(on_T, reward_T, 0))
+        reward_EK = reward_EK.view(episodes, turns)
+        last_E = turn_T.new_zeros(episodes).scatter_reduce(
+            0, episode_S[sequence_T], torch.where(on_T, turn_T, 0), "amax"
+        )
+        total_E = reward_T.new_zeros(episodes).index_copy(0, episode_S, rewards.per_sequence.double())
+        rest_E = total_E - reward_EK.sum(1)
+        return_EK = reward_EK.scatter_add(1, last_E[:, None], rest_E[:, None])
+        for k in reversed(range(turns - 1)):
+            return_EK[:, k] += self.gamma * return_EK[:, k + 1]
+        group_T = data.group_index()[sequence_T]
+        return Estimate(
+            advantages_T=return_EK.view(-1)[cell_T].to(rewards.per_sequence.dtype),
+            group_T=group_T * turns + turn_T.clamp(min=0) if self.compare is TurnGroup.turn else group_T,
+            counted_T=first_of_each(cell_T, on_T),
+        )
+
+    @override
+    def check(self, *, responses: int, adv_norm: Normalization, reward: RewardShaping, truncation: Truncation) -> None:
+        super().check(responses=responses, adv_norm=adv_norm, reward=reward, truncation=truncation)
+        if reward.shapes_scores:
+            raise SettingsError(
+                "advantage=turn_returns: takes the rewards of turns as they are, and `reward` changes only their sum. "
+                "Remove its settings, or change them in the environment"
+            )
+
+    @override
+    def describe(self) -> str:
+        others = {TurnGroup.turn: "the same turn", TurnGroup.prompt: "all turns"}[self.compare]
+        return f"rewards from each turn on, gamma {self.gamma:g} per turn, against {others} of the prompt's episodes"
 
 
 @dataclass
@@ -603,7 +683,8 @@ def normalize_advantages(
         advantages_S = norm(estimate.advantages_S, group_S, valid_S, reduce, data.once_per_episode(valid_S))
         return torch.where(mask_T, broadcast_to_tokens(advantages_S, cu_seqlens), 0)
     assert estimate.advantages_T is not None
-    return norm(estimate.advantages_T, group_S[sequence_index(cu_seqlens)], mask_T, reduce)
+    group_T = group_S[sequence_index(cu_seqlens)] if estimate.group_T is None else estimate.group_T
+    return norm(estimate.advantages_T, group_T, mask_T, reduce, estimate.counted_T)
 
 
 __all__ = [
@@ -616,6 +697,8 @@ __all__ = [
     "NStep",
     "Rewards",
     "TeacherKL",
+    "TurnGroup",
+    "TurnReturns",
     "advantage_stats",
     "degenerate_rescale",
     "normalize_advantages",

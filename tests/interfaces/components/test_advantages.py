@@ -17,13 +17,20 @@ from realign.interfaces.components import (
     Normalization,
     NStep,
     Rewards,
+    RewardShaping,
+    Truncation,
+    TurnReturns,
     advantage_stats,
     normalize_advantages,
 )
 from realign.testing import random_batch
 
 NONE = Normalization("none", "none")
+GREEDY, DOUBLE = RewardShaping(baseline="greedy"), RewardShaping(gain=2.0)
+PENALTY = Truncation("add", -1.0)
 GROUP = Normalization("group", "group")
+GIVEN = {"responses": 4, "adv_norm": GROUP, "reward": RewardShaping(), "truncation": Truncation()}
+"""Arguments of `AdvantageEstimator.check`."""
 
 
 def rewards_of(data: SequenceSample, **more) -> Rewards:
@@ -116,21 +123,27 @@ def test_responses_of_small_groups_are_not_kept():
         (GroupRelative(), {"responses": 1}, r"generation\.n=1: adv_norm compares the responses"),
         (GroupRelative(5), {}, r"advantage\.min_group_size=5: must be at most generation\.n=4"),
         (GroupRelative(rescale_degenerate=True), {"adv_norm": NONE}, r"advantage\.rescale_degenerate=true"),
-        (GroupRelative(), {"baseline": True}, r"reward\.baseline=greedy: subtracts the same number"),
+        (GroupRelative(), {"reward": GREEDY}, r"reward\.baseline=greedy: subtracts the same number"),
         (Gdpo(weights={"a": 1.0}), {"responses": 1, "adv_norm": NONE}, r"min_group_size=2: must be at most"),
         (Gdpo(1, {"a": 1.0}), {"responses": 1, "adv_norm": NONE}, r"n=1: advantage\.reward_norm compares"),
-        (Gdpo(weights={"a": 1.0}), {"shaped": True}, r"advantage=gdpo: normalizes each named reward"),
-        (Gdpo(weights={"a": 1.0}), {"baseline": True, "adv_norm": NONE}, r"advantage=gdpo: normalizes each"),
+        (
+            Gdpo(weights={"a": 1.0}),
+            {"reward": DOUBLE},
+            r"advantage=gdpo: normalizes each named reward",
+        ),
+        (Gdpo(weights={"a": 1.0}), {"truncation": PENALTY}, r"advantage=gdpo: normalizes each named reward"),
+        (TurnReturns(), {"reward": DOUBLE}, r"advantage=turn_returns: takes the rewards of turns"),
+        (Gdpo(weights={"a": 1.0}), {"reward": GREEDY, "adv_norm": NONE}, r"advantage=gdpo: normalizes each"),
         (MaxRL(), {}, r"adv_norm\.std=group: gives GRPO with advantage=max_rl"),
-        (MaxRL(), {"baseline": True, "adv_norm": NONE}, r"reward\.baseline=greedy: makes rewards negative"),
+        (MaxRL(), {"reward": GREEDY, "adv_norm": NONE}, r"reward\.baseline=greedy: makes rewards negative"),
         (GAE(reward_norm=GROUP), {"responses": 1}, r"generation\.n=1: advantage\.reward_norm compares"),
     ],
 )
 def test_settings_under_which_every_advantage_would_be_wrong_raise(advantage, settings, text):
     with pytest.raises(SettingsError, match=text):
-        advantage.check(**({"responses": 4, "adv_norm": GROUP, "baseline": False, "shaped": False} | settings))
+        advantage.check(**(GIVEN | settings))
     advantage = GAE() if isinstance(advantage, GAE) else GroupRelative()
-    advantage.check(responses=4, adv_norm=NONE, baseline=True, shaped=True)
+    advantage.check(**(GIVEN | {"adv_norm": NONE, "reward": GREEDY, "truncation": PENALTY}))
 
 
 def test_bootstrapping_needs_the_values_of_the_critic():
@@ -281,3 +294,53 @@ def test_a_negative_reward_stops_max_rl():
     data = three_groups(correct=[1.0, -1, 0, 1, 0, 0, 0, 1])
     with pytest.raises(RunError, match=r"advantage=max_rl: a reward is -1"):
         MaxRL().estimate(Rewards.of(data), data, identity)
+
+
+def episodes(rewards: list[list[list[float]]], score: float = 0.0, kl: float = 0.0) -> SequenceSample:
+    """Return episodes of each prompt with these rewards of turns; a turn has two tokens after an observation."""
+    ids = [[[0] * (3 * len(turns) + 1) for turns in group] for group in rewards]
+    index = [[[-1, *(x for k in range(len(turns)) for x in (-1, k, k))] for turns in group] for group in rewards]
+    gains = [[[0.0, *(x for r in turns for x in (0.0, 0.0, r))] for turns in group] for group in rewards]
+    data = SequenceSample.from_sequences(range(len(rewards)), {"input_ids": ids})
+    data = data.with_tokens(turn_index=index, turn_rewards=gains)
+    mask_T = data["turn_index"] >= 0
+    data = data.with_tokens(
+        loss_mask=mask_T, logprobs=torch.full(mask_T.shape, kl), ref_logprobs=torch.zeros(len(mask_T))
+    )
+    return data.with_sequences(rewards=torch.tensor([sum(turns) + score for group in rewards for turns in group]))
+
+
+@pytest.mark.parametrize("compare", ["turn", "prompt"])
+@pytest.mark.parametrize("coef", [0.0, 0.25])
+def test_turn_returns_are_those_of_plain_sums_and_are_compared_turn_by_turn_or_all_together(compare, coef):
+    rewards = [[[0.5, 0.0, 1.0], [0.25], [0.0, 2.0]], [[1.0, 1.0], [0.0, 3.0, -1.0, 0.5]]]
+    score, gamma = 0.125, 0.5
+    data = episodes(rewards, score, kl=1.0)
+    estimator = TurnReturns(gamma=gamma, compare=compare)
+    estimate = estimator.estimate(Rewards.of(data, data["logprobs"] - data["ref_logprobs"], coef), data, identity)
+    norm = Normalization("group", "group", eps=0.0)
+    found_T = normalize_advantages(estimate, data, torch.ones(5, dtype=torch.bool), norm, identity)
+    returns = {}
+    for prompt, group in enumerate(rewards):
+        for episode, turns in enumerate(group):
+            gains = [r - 2 * coef for r in turns]  # two tokens with a KL of 1
+            gains[-1] += score  # belongs to no turn
+            for k in range(len(gains)):
+                returns[prompt, episode, k] = sum(gamma ** (j - k) * gains[j] for j in range(k, len(gains)))
+    for found, (prompt, episode, k) in zip(found_T[data["loss_mask"]][::2].tolist(), returns, strict=True):
+        others = [x for (p, _, j), x in returns.items() if p == prompt and (j == k or compare == "prompt")]
+        mean = sum(others) / len(others)
+        std = math.sqrt(sum((x - mean) ** 2 for x in others) / len(others))
+        want = (returns[prompt, episode, k] - mean) / std if std > 1e-9 else 0.0
+        assert found == pytest.approx(want, abs=1e-5)
+    assert torch.equal(found_T[data["loss_mask"]][::2], found_T[data["loss_mask"]][1::2])  # both tokens of a turn
+
+
+def test_one_turn_without_a_discount_is_the_reward_of_the_response():
+    data = episodes([[[1.0], [0.0], [3.0]], [[2.0], [2.0]]])
+    valid_S = torch.ones(5, dtype=torch.bool)
+    turns, whole = (
+        normalize_advantages(x.estimate(Rewards.of(data), data, identity), data, valid_S, GROUP, identity)
+        for x in (TurnReturns(), GroupRelative())
+    )
+    torch.testing.assert_close(turns, whole)
