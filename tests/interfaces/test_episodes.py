@@ -47,11 +47,6 @@ def batch(sequences=WHOLE, seed=0) -> SequenceSample:
     keys = ("logprobs", "prox_logprobs", "ref_logprobs", "teacher_logprobs")
     nested = {key: [] for key in ("input_ids", "turn_index", "turn_rewards", *keys)}
     given_T, episode, of_sequence = [False] * 2, [], []
-        [False] * 2,
-        {key: [] for key in ("input_ids", "turn_index", "turn_rewards", *keys)},
-        [],
-        [],
-    )
     masks, e = [], 0
     for size in GROUPS:
         for column in (*nested.values(), masks):
