@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 
 from realign.records.checkpoint.folder import list_checkpoints
-from realign.runtime import (
-    run,
-)
+from realign.runtime import run
 from tests.checkpoint_runs import RUNS, assert_same_run, experiment, killed, run_until_killed, start_anywhere, started
 
+QUICK = ("ppo", "rft", "curriculum with dynamic sampling")
+"""Runs with every kind of state: random numbers, models, moments, pools, and the order of the data."""
 
-@pytest.mark.parametrize("name", RUNS)
+
+@pytest.mark.parametrize("name", [pytest.param(x, marks=() if x in QUICK else pytest.mark.slow) for x in RUNS])
 def test_trap_g2_a_killed_run_goes_on_bit_for_bit(files, tmp_path, name):
     """Kill the run once in the middle of an epoch, and again at the end of one."""
     started(files, tmp_path / "whole", name)
