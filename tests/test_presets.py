@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,13 @@ SHARED = ["lm_human_preferences", "lm_human_preferences_cnndm", "lm_human_prefer
 """Recipes whose values come from a head on the policy's trunk."""
 AREAL = ["areal_ppo", "areal_decoupled"]
 """Recipes of AReaL's first generation: several responses per prompt, scored by a function."""
+QUICK = ("ppo", "instructgpt", "lm_human_preferences", "trlx_ppo", "areal_decoupled", "lm_human_preferences_reward")
+"""Recipes that differ most in what they train."""
+
+
+def marked(*names: str) -> list[Any]:
+    """Return recipes, all slow except for the quick ones."""
+    return [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in names]
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +82,7 @@ def trained(name: str, folders: dict, out: Path, *more: str) -> dict[str, float]
     return last
 
 
-@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("name", marked(*OWN))
 def test_a_recipe_with_a_critic_runs_end_to_end(name, folders, tmp_path):
     more = ["interfaces.actor.critic_warmup_steps=1"] if name == "qwen_rlhf" else []
     last = trained(name, folders, tmp_path / "run", *more)
@@ -86,14 +94,14 @@ def test_a_recipe_with_a_critic_runs_end_to_end(name, folders, tmp_path):
     assert [json.loads(x)["step"] for x in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()] == [0, 1, 2]
 
 
-@pytest.mark.parametrize("name", SHARED)
+@pytest.mark.parametrize("name", marked(*SHARED))
 def test_a_recipe_with_a_shared_trunk_runs_end_to_end(name, folders, tmp_path):
     last = trained(name, folders, tmp_path / "run")
     assert {"value_loss", "explained_variance", "return_mean"} & last.keys() >= {"value_loss"}
     assert (tmp_path / "run" / "final" / "actor" / "value_head.safetensors").exists()
 
 
-@pytest.mark.parametrize("name", AREAL)
+@pytest.mark.parametrize("name", marked(*AREAL))
 def test_a_recipe_of_areal_runs_end_to_end(name, folders, tmp_path):
     overrides = small(name, folders, tmp_path / "run", "interfaces.actor.generation.n=4")
     result = run(build_experiment(compose(overrides)))
@@ -149,7 +157,7 @@ REWARD = ["lm_human_preferences_reward", "lm_human_preferences_reward_cnndm", "l
 """Recipes of the reward models of openai/lm-human-preferences."""
 
 
-@pytest.mark.parametrize("name", REWARD)
+@pytest.mark.parametrize("name", marked(*REWARD))
 def test_a_reward_model_of_lm_human_preferences_is_calibrated_before_and_after_training(name, folders, tmp_path):
     labels, steps = tmp_path / "labels.jsonl", 3
     responses = ["a cat.", "the dog sat", "so it is.", "why?"]

@@ -68,10 +68,10 @@ def test_every_part_of_the_benchmark_for_gpus_runs_on_the_device():
 
 @pytest.mark.slow
 def test_presets_of_every_kind_on_the_device():
-    on_device("tests/test_presets.py", "-k", KINDS, fp32=True)
+    on_device("tests/test_presets.py", "-m", "", "-k", KINDS, fp32=True)
 
 
 @pytest.mark.slow
 @pytest.mark.very_slow
 def test_all_other_presets_on_the_device():
-    on_device("tests/test_presets.py", "-k", f"not ({KINDS})", fp32=True)
+    on_device("tests/test_presets.py", "-m", "", "-k", f"not ({KINDS})", fp32=True)

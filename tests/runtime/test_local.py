@@ -30,7 +30,7 @@ from realign.interfaces.components import GAE, Critic, KLPenalty, KLPlace, Norma
 from realign.interfaces.components.response_cut import ResponseCut
 from realign.interfaces.critic import PPOCriticInterface
 from realign.interfaces.grpo import GRPOActorInterface
-from realign.interfaces.ppo import PPOActorInterface, dataflow
+from realign.interfaces.ppo import PPOActorInterface
 from realign.interfaces.reference import ReferenceInterface
 from realign.interfaces.reward_model import RewardModelInterface
 from realign.interfaces.rule_reward import RuleRewardInterface
@@ -283,16 +283,6 @@ def test_counts_out_of_range_are_named(tmp_path, setting, text):
             Evaluation(Prompts(4), CountToken(), GENERATION, **{name: 0})
 
 
-def test_a_setting_that_needs_a_key_of_the_graph_is_refused_before_anything_is_loaded(tmp_path):
-    plain = {"actor": GRPOActorInterface(generation=GENERATION), "reward": CountToken()}
-    actor = GRPOActorInterface(generation=GENERATION, kl=KLPenalty(KLPlace.reward))
-    with pytest.raises(
-        ValueError,
-        match=r"interfaces\.actor\.kl\.place=reward needs key 'ref_logprobs'.*change kl\.place",
-    ):
-        check_parts(experiment(tmp_path, graph=dataflow(plain), interfaces={"actor": actor, "reward": CountToken()}))
-
-
 def test_a_model_without_a_role_is_not_loaded(tmp_path):
     class Unloadable(ModelSpec):
         def load(self, name, *, seed):
@@ -426,21 +416,6 @@ def test_a_response_has_one_length_in_training_and_in_evaluation():
     ).with_sequences(rewards=torch.tensor([3.0, math.nan]), truncated=torch.tensor([True, False]))
     want = {"reward": 3.0, "missing_rewards": 0.5, "response_tokens": 2.0, "truncated_fraction": 0.5}
     assert stat_values(sequence_stats(batch)) == want
-
-
-@pytest.mark.parametrize("dense", [False, True])
-def test_a_graph_without_the_outputs_of_its_reward_is_refused(tmp_path, dense):
-    """`dataflow` never builds such a graph, but a custom graph may contradict `interfaces.reward.dense`."""
-    parts = {
-        "actor": PPOActorInterface(generation=GENERATION),
-        "reward": RuleRewardInterface("realign.rewards.arithmetic:exact_answer", dense=dense),
-    }
-    other = dataflow(
-        parts | {"reward": RuleRewardInterface("realign.rewards.arithmetic:exact_answer", dense=not dense)}
-    )
-    with pytest.raises(ValueError, match=r"interfaces\.reward writes .*RPC 'reward_inf' declares"):
-        check_parts(experiment(tmp_path, interfaces=parts, graph=other))
-    assert experiment(tmp_path, interfaces=parts).steps == 3
 
 
 @pytest.mark.parametrize("kind", ["rule", "model"])
