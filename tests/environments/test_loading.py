@@ -141,11 +141,3 @@ def test_the_tools_of_an_mcp_server_are_called_by_steps_and_each_episode_has_its
         assert observed(other).startswith("error: ValueError")
         (last,) = environments.step({2: saying("20")})
         assert last.step.reward == 1.0
-
-
-@pytest.mark.slow
-@needs_mcp
-def test_a_server_that_cannot_be_reached_fails_its_episodes_only():
-    with pool("Given", [], ["false"]) as environments:
-        (answer,) = environments.reset([({}, 0)])
-        assert "cannot connect to the MCP server 'false'" in answer.failure

@@ -5,7 +5,6 @@ import sys
 import pytest
 
 from realign.errors import ConfigError
-from realign.rewards import RewardPool
 from realign.rewards.sentiment import compound
 
 NAME = "realign.rewards.sentiment:compound"
@@ -17,14 +16,6 @@ def test_the_tone_is_that_of_prompt_and_response_together():
     denied = -0.74 * 1.9
     assert compound("the soup was not", "good .", {}) == pytest.approx(denied / (denied**2 + 15) ** 0.5, abs=1e-4)
     assert compound("the soup", "was green .", {}) == 0
-
-
-def test_in_the_workers():
-    with RewardPool(NAME, workers=1, timeout_s=60, memory_mb=2048, max_failed_fraction=0.0) as pool:
-        assert pool.score(["the soup"] * 2, ["was bad .", "was very bad ."], [{}, {}]).values == [
-            compound("the soup", "was bad .", {}),
-            compound("the soup", "was very bad .", {}),
-        ]
 
 
 def test_without_vader_the_extra_is_named(monkeypatch):

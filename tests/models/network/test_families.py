@@ -13,6 +13,7 @@ from realign.engines.training.transformers_engine import TransformersEngine
 from realign.errors import ConfigError
 from realign.models.network.attention import ATTENTION, use_attention
 from realign.models.network.unpacked import UNPACKED_FAMILIES
+from realign.samplers.in_process.settings import InProcessSampling
 from tests.families import family_model
 from tests.tiny import VOCAB, tiny_tokenizer
 
@@ -32,7 +33,8 @@ def families(*states):
 
 
 def engine_of(family):
-    return TransformersEngine("actor", family_model(family), tiny_tokenizer(), seed=0)
+    few = InProcessSampling(max_slots=4)  # sequences wait for the slots of others
+    return TransformersEngine("actor", family_model(family), tiny_tokenizer(), seed=0, sampling=few)
 
 
 def greedy_tokens(model, prompt):

@@ -64,18 +64,6 @@ def test_gradients_equal_those_of_each_sequence_alone(family, checkpointing):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_tokens_equal_those_of_transformers(family):
-    engine = engine_of(family, sampling=InProcessSampling(max_slots=4))
-    model, data = alone(family), random_prompts(5, 9, 2)
-    out = engine.generate(data, GenerationConfig(n=2, max_new_tokens=6, greedy=True, stop_token_ids=[]), seed=0)
-    for s, ids in enumerate(out.sequences()):
-        prompt = data.sequences("prompt_ids")[s // 2][None]
-        settings = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-        want = model.generate(prompt, attention_mask=torch.ones_like(prompt), **settings)
-        assert ids.tolist() == want[0].tolist()
-
-
-@pytest.mark.parametrize("family", FAMILIES)
 def test_log_probs_of_rollouts_equal_those_of_scoring(family):
     engine = engine_of(family, sampling=InProcessSampling(max_slots=5))
     config = GenerationConfig(n=4, max_new_tokens=12, stop_token_ids=list(range(3, 20)))

@@ -5,12 +5,11 @@ import logging
 import pytest
 import torch
 
-from realign.api import GenerationConfig, MicroBatchSpec, SequenceSample
+from realign.api import MicroBatchSpec
 from realign.engines import OptimizerSpec
 from realign.errors import ConfigError
-from realign.samplers.in_process.settings import InProcessSampling
 from tests.families import family_model
-from tests.tiny import VOCAB, engine_over, random_sample
+from tests.tiny import engine_over, random_sample
 
 FAMILIES = ("bloom", "falcon", "rwkv", "diffllama")
 """alibi; attention classes that cannot be replaced; a recurrence; several attention calls per layer."""
@@ -25,17 +24,8 @@ def alone(family):
     return family_model(family, attention="eager")
 
 
-def random_ids(count, seed=0):
-    return torch.randint(3, VOCAB, (count,), generator=torch.Generator().manual_seed(seed))
-
-
 def own_logits(model, ids):
     return model(input_ids=ids[None], use_cache=False).logits[0]
-
-
-def scored(engine, data, **spec):
-    spec = MicroBatchSpec(**spec)
-    return engine.forward(data, spec, lambda out, part: part.with_tokens(again=out.logprobs()))["again"]
 
 
 def negative_likelihood(out, part):
@@ -61,28 +51,6 @@ def test_gradients_equal_those_of_each_sequence_alone(family):
     for (name, want), got in zip(model.named_parameters(), engine.module.parameters(), strict=True):
         if want.grad is not None:
             torch.testing.assert_close(got.grad, want.grad, atol=1e-5 * scale, rtol=1e-4, msg=name)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_tokens_equal_those_of_transformers_and_log_probs_those_of_scoring(family):
-    engine, model = engine_of(family, sampling=InProcessSampling(max_slots=4)), alone(family)
-    prompts = [random_ids(n, seed=n) for n in (5, 9, 1)]
-    data = SequenceSample.from_sequences(["a", "b", "c"], {"prompt_ids": [[p] for p in prompts]})
-    config = GenerationConfig(n=3, max_new_tokens=6, greedy=True, stop_token_ids=[])
-    out = engine.generate(data, config, seed=0)
-    for s, ids in enumerate(out.sequences()):
-        prompt = prompts[s // 3][None]
-        want = model.generate(
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            max_new_tokens=6,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
-        assert ids.tolist() == want[0].tolist()
-    mask = out["loss_mask"]
-    torch.testing.assert_close(scored(engine, out)[mask], out["logprobs"][mask], atol=1e-5, rtol=1e-5)
 
 
 def test_a_family_whose_cache_is_not_exact_recomputes_each_text():
