@@ -19,11 +19,11 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from realign.api import GenerationConfig, MicroBatchSpec
-from realign.data import PreferenceData, PromptData, SupervisedData, TextData, TooLong
+from realign.data import PreferenceData, PromptData, SupervisedData, TextData
 from realign.data.combined import WithPretraining
 from realign.engines import OptimizerSpec, TransformersModel
 from realign.engines.training import engine_state
-from realign.errors import ConfigError, DataError, RunError
+from realign.errors import ConfigError, RunError
 from realign.interfaces.grpo import GRPOActorInterface
 from realign.interfaces.ppo import dataflow
 from realign.interfaces.rule_reward import RuleRewardInterface
@@ -211,43 +211,6 @@ def test_rows_said_twice_are_prompts_of_their_own(tmp_path):
     _, batch = LocalRuntime(experiment(tmp_path, path, data=data, batch_prompts=3)).step(1)
     assert sorted(batch.ids) == ["0@0", "1@0", "2@0"]
     assert batch.lengths["input_ids"].counts.tolist() == [4, 4, 4]
-
-
-GOOD = b'{"prompt": "1+1=", "answer": "2"}\n'
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        (b'{"prompt": "caf\xe9"}', "line 2 is not UTF-8 text: byte 0xe9 at position 15. Save the file as UTF-8."),
-        (b'{"prompt": "a\\ud800"}', "line 2 has \\ud800 alone, half of a character. Remove it."),
-        (b'{"prompt": ""}', "line 2: the prompt has no tokens"),
-        (b'{"prompt": null}', "line 2: the prompt is None; expected a string"),
-        (
-            b'{"prompt": ["a"]}',
-            "line 2: the chat message 'a' lacks 'role' or 'content'.",
-        ),
-        (b'{"promt": "2+2="}', "line 2: no column 'prompt'; found ['promt']; did you mean 'promt'?"),
-        (b'{"prompt": "2+2="', "line 2 is not valid JSON: Expecting ',' delimiter"),
-        (b'["2+2="]', "line 2 contains a list; expected an object with columns"),
-    ],
-)
-def test_a_bad_row_is_named_by_its_line_before_anything_is_trained(tmp_path, line, message):
-    file = tmp_path / "rows.jsonl"
-    file.write_bytes(GOOD + line + b"\n" + GOOD)
-    with pytest.raises(DataError, match=re.escape(message)):
-        PromptData(str(file)).load(tiny_tokenizer())
-
-
-def test_a_row_that_is_too_long_is_left_out_and_counted_or_cut_or_refused(tmp_path, caplog):
-    file = rows(tmp_path / "rows.jsonl", ["1+1=", "1" * 50])
-    assert len(PromptData(file, max_prompt_tokens=10).load(tiny_tokenizer())) == 1
-    assert "1 of 2 rows" in caplog.text
-    assert "1 dropped (longer than max_prompt_tokens=10)" in caplog.text
-    cut = PromptData(file, max_prompt_tokens=10, too_long=TooLong.truncate_left).load(tiny_tokenizer())
-    assert (len(cut), cut.longest_sequence, cut.report.rows_truncated) == (2, 10, 1)
-    with pytest.raises(DataError, match="line 2: a sequence has 50 tokens, more than max_prompt_tokens=10"):
-        PromptData(file, max_prompt_tokens=10, too_long=TooLong.error).load(tiny_tokenizer())
 
 
 @pytest.fixture
