@@ -20,13 +20,13 @@ from realign.config.experiment import as_node
 from realign.config.files import experiments_dir, list_algorithms, list_experiments
 from realign.config.places import spell_out
 from realign.config.words import snake_case
-from realign.demo.arithmetic import prepare
 from realign.interfaces.policy import PolicyInterface
 from realign.runtime import Experiment
 from realign.runtime.checks.parts import check_parts
 from realign.runtime.local import LocalRuntime
 from realign.testing import BigramEngine, random_batch, train_once
 from tests.config_parts import MUST_BE_GIVEN, PREFERENCE
+from tests.small_task import small_task
 
 BUFFER = "interfaces.actor.truncation.overlong_buffer"
 NEEDS = {"dapo": [f"{BUFFER}=2"], "gdpo": ["interfaces.actor.advantage.weights={right: 2}"]}
@@ -173,7 +173,7 @@ def test_a_preset_and_an_experiment_that_exclude_each_other_are_an_error_with_th
 def overrides(tmp_path_factory) -> list[str]:
     """Return overrides for a small run of experiment=grpo_arithmetic, with different rewards for untrained answers."""
     folder = tmp_path_factory.mktemp("task")
-    task = prepare(folder / "task", seed=0, demonstrations=8, held_out=16)
+    task = small_task(folder / "task")
     judge = folder / "judge.py"
     judge.write_text("def score(prompt, response, row):\n    return len(response) / 5 + (response[:1] in '13579')\n")
     return [

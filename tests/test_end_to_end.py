@@ -12,7 +12,7 @@ import torch
 from realign.api import GenerationConfig, MicroBatchSpec
 from realign.config import build_experiment, compose
 from realign.demo.__main__ import main as demo
-from realign.demo.arithmetic import add_without_carry, prepare, readable, write_number
+from realign.demo.arithmetic import add_without_carry, readable, write_number
 from realign.functional import KLEstimator
 from realign.interfaces.components import KLPenalty, KLPlace
 from realign.interfaces.grpo import GRPOActorInterface
@@ -20,6 +20,7 @@ from realign.interfaces.reference import ReferenceInterface
 from realign.interfaces.rule_reward import RuleRewardInterface
 from realign.runtime import run
 from realign.runtime.local import LocalRuntime
+from tests.small_task import small_task
 
 REWARD = """
 def score(prompt, response, row):
@@ -31,10 +32,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 
 @pytest.fixture(scope="module")
 def task(tmp_path_factory):
-    made = prepare(tmp_path_factory.mktemp("task"), seed=0, demonstrations=64, held_out=16)
-    lines = made.prompts.read_text().splitlines(keepends=True)
-    made.prompts.write_text("".join(lines[:200]))  # a run encodes all of them, and trains on a few
-    return made
+    return small_task(tmp_path_factory.mktemp("task"))
 
 
 @pytest.fixture(scope="module")

@@ -9,9 +9,9 @@ from transformers import BartForConditionalGeneration
 
 from examples.tiny_bart import write
 from realign.config import build_experiment, compose
-from realign.demo.arithmetic import prepare
 from realign.errors import ConfigError
 from realign.runtime import run
+from tests.small_task import small_task
 
 REWARD = """
 def score(prompt, response, row):
@@ -28,7 +28,7 @@ SHARED_CRITIC = [
 
 @pytest.fixture(scope="module")
 def task(tmp_path_factory):
-    made = prepare(tmp_path_factory.mktemp("task"), seed=0, demonstrations=64, held_out=16)
+    made = small_task(tmp_path_factory.mktemp("task"))
     write(made.model, made.model.parent / "bart")
     (made.model.parent / "reward.py").write_text(REWARD)
     return made

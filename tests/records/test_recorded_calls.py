@@ -12,11 +12,11 @@ import torch
 
 from realign.api import SequenceSample
 from realign.config import build_experiment, compose
-from realign.demo.arithmetic import prepare
 from realign.errors import CheckpointError, ConfigError
 from realign.records.recorded_calls import ROLLOUT, RecordedCall, read_calls, recorded_calls_path, write_calls
 from realign.runtime import run
 from realign.time_machine.replay import replay, replay_steps
+from tests.small_task import small_task
 from tests.torchrun_ranks import Ranks
 
 # os.urandom: neither a seed nor the state of a generator in the checkpoint can repeat it
@@ -36,7 +36,7 @@ class Mood:
 
 @pytest.fixture(scope="module")
 def task(tmp_path_factory):
-    return prepare(tmp_path_factory.mktemp("task"), seed=0, demonstrations=64, held_out=16)
+    return small_task(tmp_path_factory.mktemp("task"))
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from realign.cli import main
-from realign.demo.arithmetic import prepare
+from tests.small_task import small_task
 
 REWARD = "def score(prompt, response, row):\n    return len(response) / 5 + (response[:1] in '13579')\n"
 
@@ -14,7 +14,7 @@ REWARD = "def score(prompt, response, row):\n    return len(response) / 5 + (res
 def task(tmp_path_factory):
     """Return a folder with a model and prompts in `task`, and a reward function."""
     folder = tmp_path_factory.mktemp("work")
-    prepare(folder / "task", seed=0, demonstrations=64, held_out=16)
+    small_task(folder / "task")
     (folder / "reward.py").write_text(REWARD)
     return folder
 

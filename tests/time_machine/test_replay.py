@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file
 
 from realign.config import build_experiment, compose
-from realign.demo.arithmetic import prepare
 from realign.errors import CheckpointError, ConfigError
 from realign.runtime import run
 from realign.time_machine.replay import differences, last_checkpoint, replay, write
+from tests.small_task import small_task
 
 REWARD = """def score(prompt, response, row):
     return len(response) / 5 + (response[:1] in "13579")
@@ -42,7 +42,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def task(tmp_path_factory):
-    return prepare(tmp_path_factory.mktemp("task"), seed=0, demonstrations=64, held_out=16)
+    return small_task(tmp_path_factory.mktemp("task"))
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 import pytest
 
-from realign.demo.arithmetic import prepare
+from tests.small_task import small_task
 
 REAL = "tests.virtual_cuda.real" in sys.modules
 Compose: TypeAlias = Callable[..., list[str]]
@@ -34,7 +34,7 @@ def limit() -> Callable[[int], AbstractContextManager[None]]:
 
 @pytest.fixture(scope="session")
 def task(tmp_path_factory):
-    return prepare(tmp_path_factory.mktemp("task"), seed=0, demonstrations=64, held_out=16)
+    return small_task(tmp_path_factory.mktemp("task"))
 
 
 @pytest.fixture
