@@ -1,119 +1,251 @@
-"""`realign import TOOL [FILE] [SETTING ...]`: the command that reproduces the gradient of another tool's config.
+"""`realign import TOOL [FILE] [SETTING ...]`: the command that reproduces a run of another tool.
 
-The rules are data, in `realign/config/names.yaml`. The proof feeds random batches to the tool's loss and to realign's,
-where the tool is installed; it needs a checkout, since the referee is no part of the package.
+First it says what the run is: SFT, DPO, GRPO and so on. Then each setting of the file has one of four fates: it is in the
+command, it has no equivalent, it is left to the user with a reason, or it is bookkeeping. The rules are data, one file
+per tool in `realign/config/imports`; `realign/config/names.yaml` answers the names that no rule reads. The proof feeds
+random batches to the tool's loss and to realign's, where the tool is installed; it needs a checkout, since the referee is
+no part of the package.
 """
 
 from __future__ import annotations
 
 import argparse
+import fnmatch
 import json
 import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 
-from realign.config.aliases import describe, plain, tables, translate
+from realign.cli.import_readers import DEEPEST, LONGEST_VALUE, Source, evaluate, read_sources
+from realign.config.aliases import describe, plain, tables, translate_each
 from realign.config.command_line import prepare, quote_text
 from realign.config.errors import ConfigError, join_messages, suggest
-from realign.safe_yaml import load_yaml
+from realign.errors import RealignError
+from realign.own_files import replace_text
 
-_PLACEHOLDER = re.compile(r"\{([\w.]+?)(?:\|([\w.]+?))?(-1)?\}")
-LINK = re.compile(r"\$\{([\w.]+)\}")
+_PLACEHOLDER = re.compile(r"(?<!\{)\{([^{}]+)\}")
+_NAME = re.compile(r"[A-Za-z_][\w.]*")
+RULES = Path(__file__).parents[1] / "config" / "imports"
 REFEREE = Path(__file__).parents[2] / "benchmarks" / "referee"
-_MOST_SETTINGS = 2_000
-"""Limit of the settings of a config, so that a file that is no config ends with an error."""
-_LONGEST_FILE = 100_000
-"""Limit of the characters of a file, since reading YAML takes a second for each 50,000 of them."""
-LONGEST_VALUE, DEEPEST = 4_000, 4
-"""Limits of the characters of a value, and of the lists in each other. The grammar of overrides takes exponential time
-for nested lists."""
-_USAGE = "realign import trl|trl-dpo|trl-kto|verl|openrlhf|areal [FILE.yaml] [SETTING ...]"
+_USAGE = "realign import trl|verl|openrlhf|areal [FILE | -] [SETTING ...] [--out experiment.yaml]"
+_WIDTH = 116
 
 
-class Imported(NamedTuple):
+@dataclass
+class Imported:
     """A config of another tool, in realign."""
 
+    title: str
+    """What it trains, and by what that was recognized."""
     overrides: list[str]
     """The overrides of the command line."""
-    refused: list[str]
-    """A line for each setting without an equivalent."""
-    by_hand: list[str]
-    """A line for each setting that has no key of the same meaning and unit."""
     loss: dict[str, Any]
     """The tool's settings that decide the loss, with its defaults."""
     proof: dict[str, Any]
     """The tool in the referee, and what to compare there."""
+    assumed: list[str] = field(default_factory=list)
+    """Overrides that follow from defaults of the tool alone."""
+    refused: list[str] = field(default_factory=list)
+    """A line for each setting without an equivalent."""
+    by_hand: list[str] = field(default_factory=list)
+    """A line for each setting that the user has to decide."""
+    fates: dict[str, str] = field(default_factory=dict)
+    """Name of each given setting -> command, no equivalent, by hand, or bookkeeping."""
 
 
 def import_config(_: argparse.Namespace | None, words: Sequence[str]) -> int:
     """Run `realign import`: print the command, what it lacks, and the proof."""
-    known = {name: table["tool"] for table in tables().values() for name in table.get("import", {})}
-    if not words or words[0] not in known:
-        raise ConfigError(f"{_USAGE}{suggest(words[0], known) if words else ''}")
-    tool, rest = words[0], list(words[1:])
-    file = rest.pop(0) if rest and not rest[0].startswith("-") and "=" not in rest[0] else None
-    given = {**(_of_file(file) if file else {}), **_of_words(rest)}
-    if not given:
-        raise ConfigError(f"no settings. {_USAGE}")
-    imported = translate_config(tool, given)
+    words, out = _without_out(words)
+    if not words:
+        raise ConfigError(_USAGE)
+    tool, kind = _tool_of(words[0])
+    sources = read_sources(words[1:])
+    imported = translate_source(tool, _chosen(tool, sources), kind)
+    sys.stderr.write(f"{imported.title}\n")
     print("realign " + " \\\n    ".join(shlex.quote(word) for word in imported.overrides))
-    for title, lines in (("No equivalent", imported.refused), ("Set by hand, or leave out", imported.by_hand)):
+    left = [name for name, fate in imported.fates.items() if fate == "bookkeeping"]
+    sections = {
+        f"From defaults of {_rules(tool)['tool']} {_rules(tool)['version']}, not from your config": imported.assumed,
+        "No equivalent": imported.refused,
+        "Set by hand, or leave out": imported.by_hand,
+        f"Left out ({len(left)}): bookkeeping, and what the run doesn't use": _folded(_shortened(left)),
+    }
+    for title, lines in sections.items():
         if lines:
             print(f"\n{title}")
             print("\n".join(f"  {line}" for line in lines))
-    print(f"\n{_proof(known[tool], imported)}")
+    if out:
+        replace_text(Path(out), experiment_text(imported))
+        print(f"\nrealign check ./{out}" if not Path(out).is_absolute() else f"\nrealign check {out}")
+    if imported.proof["kinds"] is not False:
+        print(f"\n{_proof(_rules(tool)['tool'], imported)}")
     return 0
 
 
 def translate_config(tool: str, given: Mapping[str, Any]) -> Imported:
-    """Translate the settings of a config, which may be nested in names with dots.
+    """Translate settings of a tool, such as `trl`, or of one kind of its configs, such as `trl-dpo`."""
+    name, kind = _tool_of(tool)
+    return translate_source(name, Source(dict(given)), kind)
+
+
+def translate_source(tool: str, source: Source, kind: str = "") -> Imported:
+    """Translate a config.
+
+    Args:
+        tool: File of rules.
+        source: The config.
+        kind: Kind of config, if the user names it.
 
     Raises:
-        ConfigError: a value is out of range in realign.
+        ConfigError: realign has no experiment of this kind, the kind is unknown, or a value is out of range.
     """
-    unread = {name: why for name, value in given.items() if (why := _why_unread(value))}
-    given = {name: value for name, value in given.items() if name not in unread}
-    table = next(table for table in tables().values() if tool in table.get("import", {}))
-    rules = table["import"][tool]
-    canonical = _canonical(given, table, rules["defaults"])
-    sections = {
-        f"{section}.{name}": value
-        for section, defaults in rules.get("sections", {}).items()
-        if any(name.startswith(f"{section}.") for name in canonical)
-        for name, value in defaults.items()
-    }
-    settings = {**rules["defaults"], **sections, **canonical}
-    applied = [rule for rule in rules["rules"] if _applies(rule, settings)]
-    own = dict(_pairs(_fill(word, settings) for rule in applied for word in rule.get("set", ())))
-    refused = [plain(_fill(rule["refuse"], settings)) for rule in applied if "refuse" in rule]
-    named = {name for rule in applied for name in _names(rule)}
-    base = [f"{key}={value}" for key, value in own.items()]
-    base += [word for word in rules["missing"] if word.partition("=")[0] not in own]
-    by_hand = [f"{name}: {why}" for name, why in unread.items()]
-    translations, typed = dict[str, str](), {*given, *_aliases(given, table)}
-    for name, value in settings.items():
-        if name in named or name not in typed or value is None:  # a default that matters has a rule
+    rules = _rules(tool)
+    if not source.settings:
+        raise ConfigError(f"no settings. {_USAGE}")
+    unread = {name: why for name, value in source.settings.items() if (why := _why_unread(value))}
+    canonical = _canonical(source.settings, rules)
+    kind, reason = (kind, "you named it") if kind else _recognized(rules, canonical, source)
+    chosen = rules["kinds"][kind]
+    parts = [*(rules["parts"][part] for part in chosen.get("parts", ())), chosen]
+    defaults = {name: value for part in parts for name, value in part.get("defaults", {}).items()}
+    settings = {**defaults, **_of_sections(parts, canonical), **canonical}
+    for name, formula in ((name, x) for part in parts for name, x in part.get("let", {}).items()):
+        if (value := evaluate(str(formula), settings)) is not None:
+            settings[name] = value
+    title = f"{rules['tool']} {rules['version']}: {_fill(chosen['title'], settings, quoted=False)} ({reason})"
+    proof = {"peer": rules.get("peer", tool), "kinds": chosen.get("proof")}
+    loss = {name: settings[name] for name in chosen.get("defaults", {})}
+    imported = Imported(title, [], loss, proof, by_hand=[f"{name}: {why}" for name, why in unread.items()])
+    imported.fates = dict.fromkeys(unread, "by hand")
+    unknown = {*_canonical(dict.fromkeys(unread), rules)}
+    own, fates = _apply(parts, settings, {*canonical}, unknown, imported)
+    own |= {key: value for key, value in _pairs(chosen.get("missing", ())) if key not in own}
+    typed_as = {new: old for old, new in _aliases(source.settings, rules).items() if new in canonical and old not in canonical}
+    waiting = {}
+    for name, value in canonical.items():
+        if name in unknown:
             continue
-        word = f"{name}={_text(value)}"
-        try:
-            if not describe(name):
-                raise ConfigError(f"{name}: not known to realign")
-            words = translate(prepare([*base, word])).overrides
-            translations |= dict(_pairs(words[len(base) :]))
-        except ConfigError as error:
-            by_hand.append(str(error))
-    merged = {**dict(_pairs(base)), **{key: value for key, value in translations.items() if key not in own}}
-    overrides = [f"{key}={value}" for key, value in merged.items()]
-    _check(overrides)
-    loss = {name: settings[name] for name in rules["defaults"]}
-    proof = {"peer": rules.get("peer", tool), "kinds": rules.get("proof")}
-    return Imported(overrides, refused, by_hand, loss, proof)
+        if name in fates:
+            imported.fates[typed_as.get(name, name)] = fates[name]
+        elif value is None or _is_bookkeeping(rules, name, settings):
+            imported.fates[typed_as.get(name, name)] = "bookkeeping"
+        else:
+            waiting[typed_as.get(name, name)] = f"{name}={_text(value)}"
+    _add_waiting(waiting, own, rules["tool"], imported)
+    first = {key: own[key] for key in ("experiment", "algorithm") if key in own}
+    imported.overrides = [f"{key}={value}" for key, value in (first | own).items()]
+    return imported
+
+
+def _apply(
+    parts: Sequence[Mapping[str, Any]],
+    settings: Mapping[str, Any],
+    given: set[str],
+    unknown: set[str],
+    imported: Imported,
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Apply the rules, and return the overrides and what became of each setting that a rule names.
+
+    Args:
+        parts: Lists of rules and formulas.
+        settings: All settings, with those of the tool's defaults.
+        given: Names of those in the config.
+        unknown: Names of those whose value is not known, so that no override has it.
+        imported: Gets the lines for the user.
+    """
+    formulas = {name: str(x) for part in parts for name, x in part.get("let", {}).items()}
+    own, fates, of_defaults = dict[str, str](), dict[str, str](), list[str]()
+    for rule in (rule for part in reversed(parts) for rule in part.get("rules", ())):
+        if not _applies(rule, settings):
+            continue
+        if "reject" in rule:
+            raise ConfigError(plain(_fill(rule["reject"], settings, quoted=False) or rule["reject"]))
+        conditions = {*rule.get("when", {}), *rule.get("unless", {})}
+        names = set[str]()
+        if rule.get("together") and any(_names(word, formulas) & unknown for word in rule["set"]):
+            continue
+        for word in rule.get("set", ()):
+            in_word = _names(word, formulas)
+            if in_word & unknown or (filled := _fill(word, settings)) is None:
+                continue  # what the config doesn't have
+            names |= in_word
+            key, _, value = filled.partition("=")
+            own[key] = value
+            if (in_word | conditions) and not (in_word | _deep(conditions, formulas)) & given:
+                of_defaults.append(key)
+        lines = [("no equivalent", imported.refused, "refuse"), ("by hand", imported.by_hand, "hand")]
+        for fate, found, kind in lines:
+            if kind in rule:
+                found.append(plain(_fill(rule[kind], settings, quoted=False) or rule[kind]))
+                fates |= dict.fromkeys(_deep(conditions, formulas) | _names(rule[kind], formulas), fate)
+        if names or (rule.get("set") and not {"refuse", "hand"} & {*rule}):
+            for name in names | _deep(conditions, formulas):
+                fates.setdefault(name, "command")
+    usual = _usual_values(own)
+    imported.assumed = [
+        f"{key}={own[key]}"
+        for key in dict.fromkeys(of_defaults)
+        if key not in ("experiment", "algorithm") and not _same(usual(key), own[key])
+    ]
+    return own, fates
+
+
+def _usual_values(own: Mapping[str, str]) -> Any:
+    """Return a function that gives the value that a key has without the overrides."""
+    from realign.config.composition import compose_raw
+
+    tree = compose_raw([f"{key}={own[key]}" for key in ("experiment", "algorithm") if key in own])
+
+    def usual(key: str) -> Any:
+        node: Any = tree
+        for name in key.lstrip("+").split("."):
+            node = node.get(name) if isinstance(node, Mapping) else None
+        return node
+
+    return usual
+
+
+def _add_waiting(waiting: Mapping[str, str], own: dict[str, str], tool: str, imported: Imported) -> None:
+    """Add the overrides of settings that no rule names, as far as the command stays valid with them."""
+    extras = dict[str, dict[str, str]]()
+    base = [f"{key}={value}" for key, value in own.items()]
+    for name, found in translate_each(waiting, prepare(base), tool).items():
+        if isinstance(found, str):
+            imported.by_hand.append(found)
+        elif found:
+            extras[name] = {key: value for key, value in _pairs(found) if key not in own}
+        imported.fates[name] = "by hand" if isinstance(found, str) else "command" if found else "bookkeeping"
+    together = {key: value for extra in extras.values() for key, value in extra.items()}
+    if not together:
+        _check(base)
+    elif _problem([*base, *(f"{key}={value}" for key, value in together.items())]) is not None:
+        together = {}
+        _check(base)
+        for name, extra in extras.items():  # one of them at least, so each on its own
+            problem = _problem([*base, *(f"{key}={value}" for key, value in (together | extra).items())])
+            if problem is None:
+                together |= extra
+            else:
+                imported.by_hand.append(f"{name}: {problem}")
+                imported.fates[name] = "by hand"
+    own |= together
+
+
+def _problem(overrides: Sequence[str]) -> str | None:
+    try:
+        _check(overrides)
+    except RealignError as error:
+        return str(error)
+    return None
 
 
 def _check(overrides: Sequence[str]) -> None:
@@ -124,99 +256,104 @@ def _check(overrides: Sequence[str]) -> None:
     check_parts(build_experiment(compose(prepare(overrides))))
 
 
-def _of_file(path: str) -> dict[str, Any]:
-    """Read a YAML file as settings with dots.
+# Recognition
+
+
+@cache
+def _rules(tool: str) -> Mapping[str, Any]:
+    return yaml.safe_load((RULES / f"{tool}.yaml").read_text(encoding="utf-8"))  # type: ignore[no-any-return]
+
+
+def _tool_of(name: str) -> tuple[str, str]:
+    """Return the tool, and the kind of config if the name has one, such as `trl-dpo`."""
+    tools = sorted(path.stem for path in RULES.glob("*.yaml"))
+    tool, _, kind = name.partition("-")
+    if tool not in tools:
+        raise ConfigError(f"{_USAGE}{suggest(tool, tools)}")
+    if kind and kind not in _rules(tool)["kinds"]:
+        raise ConfigError(f"{name}: {_rules(tool)['tool']} has no kind {kind!r}{suggest(kind, _rules(tool)['kinds'])}")
+    return tool, kind
+
+
+def _chosen(tool: str, sources: Sequence[Source]) -> Source:
+    """Return the program of a script that the rules know, or the last one."""
+    patterns = [pattern for entry in _rules(tool)["recognize"] for pattern in entry.get("program", ())]
+    known = [source for source in sources if any(fnmatch.fnmatch(source.program, pattern) for pattern in patterns)]
+    return [*known, *reversed(sources)][0]
+
+
+def _recognized(rules: Mapping[str, Any], settings: Mapping[str, Any], source: Source) -> tuple[str, str]:
+    """Return the kind of a config, and by what it was recognized.
 
     Raises:
-        ConfigError: it cannot be read, or is no mapping of names to values.
+        ConfigError: realign has no such experiment, or nothing says what it is.
     """
-    try:
-        with Path(path).open(encoding="utf-8") as file:
-            text = file.read(_LONGEST_FILE + 1)
-        if len(text) > _LONGEST_FILE:
-            raise ConfigError(f"{path}: more than {_LONGEST_FILE:,} characters are not expected in a config")
-        loaded = load_yaml(text)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path}: the file cannot be read: {error}") from error
-    if not isinstance(loaded, Mapping):
-        raise ConfigError(f"{path}: expected a mapping of settings to values, found {type(loaded).__name__}")
-    settings = dict(_flat(loaded, path))
-    # values such as ${gconfig.n_samples}, of a name in the file; no resolver runs
-    linked = {name: match[1] for name, value in settings.items() if (match := LINK.fullmatch(str(value)))}
-    settings |= {name: settings[target] for name, target in linked.items() if target in settings}
-    if len(settings) > _MOST_SETTINGS:
-        raise ConfigError(f"{path}: {len(settings):,} settings; at most {_MOST_SETTINGS:,} are expected in a config")
-    return settings
+    naming = [source.program, *(str(settings.get(name, "")) for name in rules.get("naming", ()))]
+    words = {word for text in naming for word in re.split(r"[^a-z0-9]+", text.lower())}
+
+    def why(entry: Mapping[str, Any], by: str) -> str | None:
+        known: Iterable[str] = entry.get(by, ())
+        if by == "program":
+            return source.program if any(fnmatch.fnmatch(source.program, pattern) for pattern in known) else None
+        if by == "when":
+            return next(iter(known), None) if by in entry and _applies({"when": known}, settings) else None
+        if by == "named":
+            return next((f"the word {word!r} in a name" for word in known if word in words), None)
+        return next((name for name in settings if any(fnmatch.fnmatch(name, pattern) for pattern in known)), None)
+
+    entries = rules["recognize"]
+    refusals = [entry for entry in entries if "refuse" in entry and "when" in entry]
+    for by, of in (("when", refusals), ("program", entries), ("when", entries), ("has", entries), ("named", entries)):
+        for entry in of:
+            if (found := why(entry, by)) is None:
+                continue
+            if "refuse" in entry:
+                raise ConfigError(f"{rules['tool']}, recognized by {found}: {plain(entry['refuse'])}")
+            return entry["kind"], f"recognized by {found}"
+    kinds = ", ".join(f"{rules['tool'].lower()}-{kind}" for kind in rules["kinds"])
+    raise ConfigError(f"nothing in this config says what it trains. Say it, as in `realign import {kinds.split(',')[0]} FILE`: {kinds}")
 
 
-def _of_words(words: Sequence[str]) -> dict[str, Any]:
-    """Read `name=value`, `--name value ...`, `--name=value` and `--flag`."""
-    texts_by_key, name = dict[str, list[str]](), ""
-    for word in words:
-        key, equals, value = word.removeprefix("--").partition("=")
-        if word.startswith("--") or (equals and not name):
-            texts_by_key[key] = [value] if equals else []
-            name = "" if equals else key
-        elif name:
-            texts_by_key[name].append(word)
-        else:
-            raise ConfigError(f"{word!r}: expected name=value or --name value. {_USAGE}")
-    try:
-        values = {key: [load_yaml(text) for text in texts] for key, texts in texts_by_key.items()}
-    except yaml.YAMLError as error:
-        raise ConfigError(f"a value cannot be read: {error}") from error
-    plain_values = {key: True if not x else x[0] if len(x) == 1 else x for key, x in values.items()}
-    return dict(_flat(plain_values, "the command line"))
+def _is_bookkeeping(rules: Mapping[str, Any], name: str, settings: Mapping[str, Any]) -> bool:
+    entries = ({"names": entry} if isinstance(entry, list) else entry for entry in rules["bookkeeping"])
+    return any(
+        any(fnmatch.fnmatchcase(name, pattern) for pattern in entry["names"]) and _applies(entry, settings)
+        for entry in entries
+    )
 
 
-def _flat(values: Mapping[Any, Any], path: str, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        name = f"{prefix}{key}"
-        if not re.fullmatch(r"[\w.-]{1,200}", name):
-            raise ConfigError(f"{path}: {name[:80]!r} is no name of a setting")
-        if isinstance(value, Mapping):
-            yield from _flat(value, path, f"{name}.")
-        elif isinstance(value, str) and not value.isprintable():
-            raise ConfigError(f"{path}: {name}: the value has control characters")
-        else:
-            yield name, _number(value)
+def _of_sections(parts: Sequence[Mapping[str, Any]], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the defaults of the sections of which one setting is given."""
+    return {
+        f"{section}.{name}": value
+        for part in parts
+        for section, defaults in part.get("sections", {}).items()
+        if any(name.startswith(f"{section}.") for name in given)
+        for name, value in defaults.items()
+    }
 
 
-def _why_unread(value: Any) -> str:
-    """Return why a value is not translated; empty if it is."""
-    text = str(value)
-    if len(text) > LONGEST_VALUE:
-        return f"the value has {len(text):,} characters"
-    if _depth(value) > DEEPEST:
-        return f"lists are nested more than {DEEPEST} times"
-    return f"{text} is an interpolation, which is not resolved" if "${" in text else ""
-
-
-def _depth(value: Any) -> int:
-    return 1 + max(map(_depth, value), default=0) if isinstance(value, list) else 0
-
-
-def _number(value: Any) -> Any:
-    """Return the number that a text such as `1e-6` is; YAML 1.1 reads it as a text."""
-    if isinstance(value, list):
-        return [_number(x) for x in value]
-    return float(value) if isinstance(value, str) and re.fullmatch(r"[+-]?\d+(\.\d*)?e[+-]?\d+", value) else value
-
-
-def _aliases(given: Mapping[str, Any], table: Mapping[str, Any]) -> dict[str, str]:
-    """Return the name with dots of each flat name of the same row."""
-    by_full_name = {}
-    for row in table["rows"]:
+def _aliases(given: Mapping[str, Any], rules: Mapping[str, Any]) -> dict[str, str]:
+    """Return the name that the rules use of each given name that has another: an older one, or one without dots."""
+    found = {name: full for name, full in rules.get("aliases", {}).items() if name in given}
+    for row in (row for table in tables().values() if table["tool"] == rules["tool"] for row in table["rows"]):
         bases = list(dict.fromkeys(name.partition("=")[0] for name in row.names))
-        if len(bases) == 2 and "." not in bases[0] and bases[0] in given:
-            by_full_name[bases[1]] = bases[0]
-    return by_full_name
+        if len(bases) == 2 and "." not in bases[0] and "." in bases[1] and bases[0] in given:
+            found.setdefault(bases[0], bases[1])
+    return found
 
 
-def _canonical(given: Mapping[str, Any], table: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings by the names that the rules use."""
-    names = {old: new for new, old in _aliases(given, table).items() if new in defaults}
-    return {names.get(name, name): value for name, value in given.items()}
+def _canonical(given: Mapping[str, Any], rules: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings by the names that the rules use. Of two names of one setting, the one that isn't null counts."""
+    names = _aliases(given, rules)
+    found = {name: value for name, value in given.items() if name not in names}
+    for name, full in names.items():
+        free = found.get(full) is None and given[name] is not None
+        found[full if free else name] = given[name]
+    return found
+
+
+# Rules
 
 
 def _applies(rule: Mapping[str, Any], settings: Mapping[str, Any]) -> bool:
@@ -231,43 +368,45 @@ def _same(found: Any, value: Any) -> bool:
     if isinstance(found, list) and len(found) == 1:  # such as TRL's loss_type, of which there can be several
         found = found[0]
     if isinstance(found, bool) or isinstance(value, bool) or found is None or value is None:
-        return _text(found) == _text(value)
+        return _text(found).lower() == _text(value).lower()
     try:
         return float(found) == float(value)
     except (TypeError, ValueError, OverflowError):
         return str(found).lower() == str(value).lower()
 
 
-def _names(rule: Mapping[str, Any]) -> Iterator[str]:
-    yield from (*rule.get("when", {}), *rule.get("unless", {}))
-    for word in rule.get("set", ()):
-        for first, second, _ in _PLACEHOLDER.findall(word):
-            yield from (name.removesuffix(".0").removesuffix(".1") for name in (first, second) if name)
+def _names(text: str, formulas: Mapping[str, str]) -> set[str]:
+    """Return the settings in the placeholders of a text, and in the formulas that they name."""
+    names = {name for formula in _PLACEHOLDER.findall(text) for name in _NAME.findall(re.sub(r"'[^']*'", "", formula))}
+    return _deep(names, formulas)
 
 
-def _fill(text: str, settings: Mapping[str, Any]) -> str:
-    """Replace the placeholders of a rule."""
+def _deep(names: Iterable[str], formulas: Mapping[str, str]) -> set[str]:
+    found, waiting = set[str](), list(names)
+    while waiting:
+        if (name := waiting.pop()) not in found:
+            found.add(name)
+            waiting += _NAME.findall(re.sub(r"'[^']*'", "", formulas.get(name, "")))
+    return found
 
-    def value(name: str) -> Any:
-        if name in settings:
-            return settings[name]
-        base, _, index = name.rpartition(".")
-        items = settings.get(base)
-        return items[int(index)] if isinstance(items, list) and index.isdigit() and int(index) < len(items) else None
+
+def _fill(text: str, settings: Mapping[str, Any], quoted: bool = True) -> str | None:
+    """Replace the placeholders of a text, which are names or formulas; None if the config lacks what one needs."""
+    missing = False
 
     def replace(match: re.Match[str]) -> str:
-        setting = value(match[1])
-        if setting is None and match[2]:
-            setting = "none" if match[2] == "none" else value(match[2])
-        if not match[3]:
-            return _text(setting)
-        try:
-            return f"{float(setting) - 1:g}"
-        except (TypeError, ValueError):
-            raise ConfigError(f"{match[1]}={_text(setting)}: expected a number") from None
+        nonlocal missing
+        formula = match[1].strip()
+        value = evaluate(formula, settings)
+        missing |= value is None
+        return value if isinstance(value, str) and not quoted else _text(value)
 
     # {{ and }} are braces of the text itself, and must not look like a placeholder meanwhile.
-    return _PLACEHOLDER.sub(replace, text.replace("{{", "\0").replace("}}", "\1")).replace("\0", "{").replace("\1", "}")
+    filled = _PLACEHOLDER.sub(replace, text.replace("{{", "\0").replace("}}", "\1"))
+    return None if missing else filled.replace("\0", "{").replace("\1", "}")
+
+
+# Texts
 
 
 def _text(value: Any) -> str:
@@ -276,14 +415,83 @@ def _text(value: Any) -> str:
         return {True: "true", False: "false", None: "null"}[value]
     if isinstance(value, list):
         return f"[{','.join(map(_text, value))}]"
-    text = str(value)
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key}: {_text(item)}' for key, item in value.items())}}}"
+    text = f"{value:g}" if isinstance(value, float) and value == float(f"{value:g}") else str(value)
     return text if re.fullmatch(r"[\w@./:+-]*", text) else quote_text(text)
 
 
-def _pairs(words: Any) -> Iterator[tuple[str, str]]:
+def _pairs(words: Iterable[str]) -> Iterator[tuple[str, str]]:
     for word in words:
         key, _, value = word.partition("=")
         yield key, value
+
+
+def _why_unread(value: Any) -> str:
+    """Return why a value is not translated; empty if it is."""
+    text = str(value)
+    if len(text) > LONGEST_VALUE:
+        return f"the value has {len(text):,} characters"
+    if _depth(value) > DEEPEST:
+        return f"lists are nested more than {DEEPEST} times"
+    if "$(" in text:
+        return f"{text} has to run first"
+    if "${" in text:
+        return f"{text} is an interpolation, which is not resolved"
+    return f"{text} is a variable of your shell" if re.search(r"\$\w", text) else ""
+
+
+def _depth(value: Any) -> int:
+    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+    return 1 + max(map(_depth, items), default=0) if isinstance(value, list | Mapping) else 0
+
+
+def _shortened(names: Sequence[str]) -> list[str]:
+    """Return names, with those of a section as one if they are many."""
+    sections: dict[str, list[str]] = {}
+    for name in names:
+        sections.setdefault(".".join(name.split(".")[:2]) if name.count(".") > 1 else name.partition(".")[0], []).append(name)
+    few = 3
+    return [
+        x for section, of in sections.items() for x in (of if len(of) <= few else [f"{section}.* ({len(of)})"])
+    ]
+
+
+def _folded(words: Sequence[str]) -> list[str]:
+    return textwrap.wrap(", ".join(words), _WIDTH, break_long_words=False, break_on_hyphens=False)
+
+
+def _without_out(words: Sequence[str]) -> tuple[list[str], str]:
+    """Return the words without `--out FILE`, and the file."""
+    words = list(words)
+    if "--out" not in words:
+        return words, ""
+    position = words.index("--out")
+    if not (file := "".join(words[position + 1 : position + 2])).endswith((".yaml", ".yml")):
+        raise ConfigError(f"--out {file}: expected a file such as experiment.yaml")
+    return words[:position] + words[position + 2 :], file
+
+
+def experiment_text(imported: Imported) -> str:
+    """Return the command as an experiment file."""
+    layers, overridden, values = list[str](), list[str](), dict[str, Any]()
+    for key, text in _pairs(imported.overrides):
+        if key in ("experiment", "algorithm"):
+            layers.append(f"/{key}/{text}")
+            continue
+        if key in ("rollout", "runtime"):
+            overridden.append(f"override /{key}: {text}")
+            continue
+        *above, last = key.lstrip("+").split(".")
+        node = values
+        for name in above:
+            if not isinstance(node.get(name), dict):
+                node[name] = {"_target_": node[name]} if name in node else {}
+            node = node[name]
+        value = yaml.safe_load(text)
+        node[last] = {**value, **node[last]} if isinstance(value, dict) and isinstance(node.get(last), dict) else value
+    lines = ["# @package _global_", f"# {imported.title}", "defaults:", *(f"  - {x}" for x in [*layers, *overridden])]
+    return "\n".join(lines) + "\n" + yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
 
 
 def _proof(title: str, imported: Imported) -> str:
@@ -305,4 +513,4 @@ def _proof(title: str, imported: Imported) -> str:
     return f"Proof: {done.stdout.strip()}"
 
 
-__all__ = ["Imported", "import_config", "translate_config"]
+__all__ = ["Imported", "experiment_text", "import_config", "translate_config", "translate_source"]

@@ -200,6 +200,36 @@ def translate(overrides: Sequence[str], config_dir: Path | str | None = None, ba
     return _Translated([word for i, given in enumerate(overrides) for word in new.get(i, [given])], notes, composed)
 
 
+def translate_each(words: Mapping[str, str], base: Sequence[str], tool: str) -> dict[str, list[str] | str]:
+    """Return what names of one tool are in an experiment.
+
+    Args:
+        words: `NAME=VALUE` by any label.
+        base: Overrides that choose the experiment, and what goes before.
+        tool: Whose names they are.
+
+    Returns:
+        For each label the overrides, none if the setting is to be left out, or a message that says what to set.
+    """
+    tree = _compose(base, None, None).tree
+    found: dict[str, list[str] | str] = {}
+    for label, word in words.items():
+        entries = tuple(entry for entry in _entries_of(word) if entry[1].tool in (tool, ""))
+        if not entries:
+            found[label] = f"{label}: not known to realign"
+            continue
+        rows = _rows(word, entries)
+        off = _parts(word)[2] in ("=false", "=0", "=0.0", "=''")
+        if all(row.answer.startswith(("leave it out", "the default")) or (off and row.answer == "not available.") for row in rows):
+            found[label] = []
+            continue
+        try:
+            found[label] = _replace(word, rows, tree)
+        except ConfigError as error:
+            found[label] = str(error)
+    return found
+
+
 def plain(text: str) -> str:
     """Return a Markdown text for the terminal, without the targets of links and without quotes around single words."""
     return re.sub(r"`([^` ]+)`", r"\1", re.sub(r"\[([^\]]+)\]\([^)]*\)", r"\1", text))
@@ -376,4 +406,4 @@ def _follows(node: Mapping[str, Any], names: Sequence[str]) -> bool:
     return any(isinstance(value, str) and value.startswith("${") for value in values)
 
 
-__all__ = ["COMMANDS", "Row", "describe", "index", "is_name", "names", "plain", "tables", "translate"]
+__all__ = ["COMMANDS", "Row", "describe", "index", "is_name", "names", "plain", "tables", "translate", "translate_each"]
