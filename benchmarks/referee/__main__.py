@@ -175,7 +175,9 @@ def prove(request: Mapping[str, Any]) -> str:
     single = {"interfaces.actor.n_minibatches": 1, **({"interfaces.actor.epochs": 1} if "policy" in kinds else {})}
     if "interfaces.actor.recompute=true" in request["overrides"]:  # the batches have old log-probs instead
         single["interfaces.actor.recompute"] = "false"
-    fixed = [word for word in request["overrides"] if word.partition("=")[0] not in single]
+    scored = ("models.reward", "interfaces.reward")  # the batches have rewards
+    words = [word for word in request["overrides"] if not word.lstrip("+").startswith(scored)]
+    fixed = [word for word in words if word.partition("=")[0] not in single]
     overrides = (*fixed, *(f"{key}={value}" for key, value in single.items()))
     data = {
         f"{kind} {seed}": ours.with_mismatched(batches.batch(kind, seed))

@@ -13,7 +13,7 @@ from contextlib import suppress
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
-from realign.config.aliases import is_name, translate
+from realign.config.aliases import import_hint, is_name, tools_of, translate
 from realign.config.command_line import prepare
 from realign.config.errors import ConfigError, suggest
 from realign.config.experiment import ExperimentConfig
@@ -132,7 +132,7 @@ def read_arguments(argv: Sequence[str]) -> argparse.Namespace:
     # Intermixed: overrides may stand between options, as people type them.
     args, unknown = parser().parse_known_intermixed_args(with_overrides_for_flags(argv))
     if unknown:
-        raise ConfigError(unknown_option(unknown))
+        raise ConfigError(unknown_option(unknown, tools_of([*unknown, *args.words])))
     return args
 
 
@@ -267,11 +267,17 @@ def command_words(argv: Sequence[str]) -> list[str] | None:
     return [word for word in with_overrides_for_flags(argv) if word not in (TRAIN, "--debug")]
 
 
-def unknown_option(words: Sequence[str]) -> str:
-    """Return the message about options that neither the parser nor the config knows."""
+def unknown_option(words: Sequence[str], tools: Sequence[str] = ()) -> str:
+    """Return the message about options that neither the parser nor the config knows.
+
+    Args:
+        words: The options.
+        tools: Tools that have other names of the command line.
+    """
     name = words[0].removeprefix("--").partition("=")[0]
     keys = [option.removeprefix("--") for option in OPTION_NAMES if option.startswith("--")]
-    return f"unrecognized arguments: {' '.join(words)}{suggest(name, [*keys, *_roots()])}; see realign --help"
+    end = import_hint(tools) if tools else "see realign --help"
+    return f"unrecognized arguments: {' '.join(words)}{suggest(name, [*keys, *_roots()])}; {end}"
 
 
 def _roots() -> list[str]:

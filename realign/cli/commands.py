@@ -84,7 +84,8 @@ Usage
   realign fork RUN STEP <overrides>   continue a run from a step with other settings, in a new folder
   realign bisect RUN RUN          find the first step, key, response and token at which two runs part: [--tolerance X]
                                   with one run, --run COMMAND finds the first step for which a command fails
-  realign import TOOL FILE        translate a config of trl, verl, openrlhf or areal, and compare the losses
+  realign import TOOL FILE        translate a config, script or command of trl, verl, openrlhf or areal, and compare
+                                  the losses: [--out experiment.yaml]
   realign help [<overrides>] [KEY]  describe config keys: type, default, valid values, meaning
   realign <overrides> resume=auto   resume a run that was stopped or killed
   realign -m <overrides>          sweep: one run for each combination of a=1,2 b=x,y

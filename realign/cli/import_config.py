@@ -1,10 +1,10 @@
 """`realign import TOOL [FILE] [SETTING ...]`: the command that reproduces a run of another tool.
 
-First it says what the run is: SFT, DPO, GRPO and so on. Then each setting of the file has one of four fates: it is in the
-command, it has no equivalent, it is left to the user with a reason, or it is bookkeeping. The rules are data, one file
-per tool in `realign/config/imports`; `realign/config/names.yaml` answers the names that no rule reads. The proof feeds
-random batches to the tool's loss and to realign's, where the tool is installed; it needs a checkout, since the referee is
-no part of the package.
+First it says what the run is: SFT, DPO, GRPO and so on. Then each setting of the file has one of four fates: it is in
+the command, it has no equivalent, it is left to the user with a reason, or it is bookkeeping. The rules are data, one
+file per tool in `realign/config/imports`; `realign/config/names.yaml` answers the names that no rule reads. The proof
+feeds random batches to the tool's loss and to realign's, where the tool is installed; it needs a checkout, since the
+referee is no part of the package.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
 
-from realign.cli.import_readers import DEEPEST, LONGEST_VALUE, Source, evaluate, read_sources
-from realign.config.aliases import describe, plain, tables, translate_each
+from realign.cli.import_readers import DEEPEST, LONGEST_VALUE, Source, evaluate, read_sources, with_numbers
+from realign.config.aliases import plain, read_own_yaml, tables, translate_each
 from realign.config.command_line import prepare, quote_text
 from realign.config.errors import ConfigError, join_messages, suggest
 from realign.errors import RealignError
 from realign.own_files import replace_text
+from realign.safe_yaml import load_yaml
 
 _PLACEHOLDER = re.compile(r"(?<!\{)\{([^{}]+)\}")
 _NAME = re.compile(r"[A-Za-z_][\w.]*")
@@ -129,7 +130,8 @@ def translate_source(tool: str, source: Source, kind: str = "") -> Imported:
     unknown = {*_canonical(dict.fromkeys(unread), rules)}
     own, fates = _apply(parts, settings, {*canonical}, unknown, imported)
     own |= {key: value for key, value in _pairs(chosen.get("missing", ())) if key not in own}
-    typed_as = {new: old for old, new in _aliases(source.settings, rules).items() if new in canonical and old not in canonical}
+    aliases = _aliases(source.settings, rules)
+    typed_as = {new: old for old, new in aliases.items() if new in canonical and old not in canonical}
     waiting = {}
     for name, value in canonical.items():
         if name in unknown:
@@ -186,10 +188,11 @@ def _apply(
         for fate, found, kind in lines:
             if kind in rule:
                 found.append(plain(_fill(rule[kind], settings, quoted=False) or rule[kind]))
-                fates |= dict.fromkeys(_deep(conditions, formulas) | _names(rule[kind], formulas), fate)
+                named = {*conditions, *_names(rule[kind], {})} & given
+                fates = dict.fromkeys(named, fate) | fates if fate == "by hand" else fates | dict.fromkeys(named, fate)
         if names or (rule.get("set") and not {"refuse", "hand"} & {*rule}):
             for name in names | _deep(conditions, formulas):
-                fates.setdefault(name, "command")
+                fates[name] = "command" if fates.get(name) == "by hand" else fates.get(name, "command")
     usual = _usual_values(own)
     imported.assumed = [
         f"{key}={own[key]}"
@@ -261,7 +264,7 @@ def _check(overrides: Sequence[str]) -> None:
 
 @cache
 def _rules(tool: str) -> Mapping[str, Any]:
-    return yaml.safe_load((RULES / f"{tool}.yaml").read_text(encoding="utf-8"))  # type: ignore[no-any-return]
+    return cast("Mapping[str, Any]", read_own_yaml(RULES / f"{tool}.yaml"))
 
 
 def _tool_of(name: str) -> tuple[str, str]:
@@ -310,8 +313,9 @@ def _recognized(rules: Mapping[str, Any], settings: Mapping[str, Any], source: S
             if "refuse" in entry:
                 raise ConfigError(f"{rules['tool']}, recognized by {found}: {plain(entry['refuse'])}")
             return entry["kind"], f"recognized by {found}"
-    kinds = ", ".join(f"{rules['tool'].lower()}-{kind}" for kind in rules["kinds"])
-    raise ConfigError(f"nothing in this config says what it trains. Say it, as in `realign import {kinds.split(',')[0]} FILE`: {kinds}")
+    kinds = [f"{rules['tool'].lower()}-{kind}" for kind in rules["kinds"]]
+    example = f"`realign import {kinds[0]} FILE`"
+    raise ConfigError(f"nothing in this config says what it trains. Say it, as in {example}: {', '.join(kinds)}")
 
 
 def _is_bookkeeping(rules: Mapping[str, Any], name: str, settings: Mapping[str, Any]) -> bool:
@@ -344,7 +348,7 @@ def _aliases(given: Mapping[str, Any], rules: Mapping[str, Any]) -> dict[str, st
 
 
 def _canonical(given: Mapping[str, Any], rules: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings by the names that the rules use. Of two names of one setting, the one that isn't null counts."""
+    """Return the settings by the names that the rules use. Of two names of a setting, the one that isn't null wins."""
     names = _aliases(given, rules)
     found = {name: value for name, value in given.items() if name not in names}
     for name, full in names.items():
@@ -448,12 +452,14 @@ def _depth(value: Any) -> int:
 
 def _shortened(names: Sequence[str]) -> list[str]:
     """Return names, with those of a section as one if they are many."""
-    sections: dict[str, list[str]] = {}
+    few, sections = 3, dict[str, list[str]]()
     for name in names:
-        sections.setdefault(".".join(name.split(".")[:2]) if name.count(".") > 1 else name.partition(".")[0], []).append(name)
-    few = 3
+        section = ".".join(name.split(".")[: min(2, name.count("."))])
+        sections.setdefault(section, []).append(name)
     return [
-        x for section, of in sections.items() for x in (of if len(of) <= few else [f"{section}.* ({len(of)})"])
+        shown
+        for section, of in sections.items()
+        for shown in (of if len(of) <= few or not section else [f"{section}.* ({len(of)})"])
     ]
 
 
@@ -488,7 +494,7 @@ def experiment_text(imported: Imported) -> str:
             if not isinstance(node.get(name), dict):
                 node[name] = {"_target_": node[name]} if name in node else {}
             node = node[name]
-        value = yaml.safe_load(text)
+        value = with_numbers(load_yaml(text))
         node[last] = {**value, **node[last]} if isinstance(value, dict) and isinstance(node.get(last), dict) else value
     lines = ["# @package _global_", f"# {imported.title}", "defaults:", *(f"  - {x}" for x in [*layers, *overridden])]
     return "\n".join(lines) + "\n" + yaml.safe_dump(values, sort_keys=False, allow_unicode=True)

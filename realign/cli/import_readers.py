@@ -31,7 +31,7 @@ LONGEST_FILE = 100_000
 LONGEST_VALUE, DEEPEST = 4_000, 4
 """Limits of the characters of a value, and of the lists in each other. The grammar of overrides takes exponential time
 for nested lists."""
-_PROGRAM = re.compile(r"(?:\S*/)?[\w.-]+\.py|(?:verl|openrlhf|trl|areal|recipe|examples)(?:\.\w+)+|trl|llamafactory-cli")
+_PROGRAM = re.compile(r"(?:\S*/)?[\w.-]+\.py|(?:verl|openrlhf|trl|areal|recipe|examples)(?:\.\w+)+|trl")
 _FLAGS_OF_LAUNCHERS = MappingProxyType(
     {
         "num_processes": "num_processes",
@@ -108,7 +108,7 @@ def read_text(text: str, path: str) -> list[Source]:
 
 
 def evaluate(expression: str, names: Mapping[str, Any]) -> Any:
-    """Return the value of a formula over settings: arithmetic, `a | b` (b if a is null), `a if b > c else d`, functions.
+    """Return the value of a formula: arithmetic, `a | b` (b if a is null), `a if b > c else d`, and a few functions.
 
     A formula with a setting that is null or unknown is null.
     """
@@ -136,6 +136,12 @@ def _import_path(name: str, known: Mapping[str, str]) -> str:
     """Return `module:name` of a function that another tool names by a word, or with a dot."""
     module, _, last = name.rpartition(".")
     return known.get(name) or (name if ":" in name or not module else f"{module}:{last}")
+
+
+def _size(allocation: Any, letter: str) -> int:
+    """Return the size of a dimension in an allocation of AReaL, such as 4 for the `d` of `fsdp:d4t2`."""
+    match = re.search(f"{letter}(\\d+)", str(allocation))
+    return int(match[1]) if match else 1
 
 
 def _one_function(names: Any, known: Mapping[str, str]) -> str | None:
@@ -172,7 +178,7 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = MappingProxyType(
         "one_function": _one_function,
         "functions": _functions,
         "sources": _sources,
-        "size": lambda text, letter: int(found[1]) if (found := re.search(f"{letter}(\\d+)", str(text))) else 1,
+        "size": _size,
         "part": lambda text, mark, i: x[i] if len(x := str(text).split(mark)) > i else None,
         "starts": lambda text, start: str(text).startswith(start),
     }
@@ -195,17 +201,19 @@ def _value(node: ast.AST, names: Mapping[str, Any]) -> Any:
             return _value(body if _value(test, names) else other, names)
         case ast.UnaryOp(op=ast.USub(), operand=operand):
             return None if (number := _value(operand, names)) is None else -number
-        case ast.Call(func=ast.Name(id="section"), args=[ast.Constant(value=section)]):
+        case ast.Call(func=ast.Name(id="section"), args=[ast.Constant(value=str(section))]):
             return {x.removeprefix(f"{section}."): y for x, y in names.items() if x.startswith(f"{section}.")} or None
         case ast.Call(func=ast.Name(id=name), args=arguments) if name in _FUNCTIONS:
             values = [_value(x, names) for x in arguments]
-            return None if None in values else _FUNCTIONS[name](*values)
+            return None if any(value is None for value in values) else _FUNCTIONS[name](*values)
         case ast.BinOp(left=left, op=op, right=right) | ast.Compare(left=left, ops=[op], comparators=[right]):
             first, second = _value(left, names), _value(right, names)
             if first is None or second is None or (isinstance(op, ast.Div | ast.FloorDiv | ast.Mod) and not second):
                 return None
             try:
                 result = _OPERATORS[type(op)](first, second)
+            except OverflowError:
+                return None
             except TypeError:
                 raise ConfigError(f"{ast.unparse(node)}: expected numbers, found {first!r} and {second!r}") from None
             return int(result) if isinstance(result, float) and result.is_integer() else result
@@ -253,18 +261,20 @@ def _flat(values: Mapping[Any, Any], path: str, prefix: str = "") -> Iterator[tu
         elif isinstance(value, str) and not re.sub(r"[\n\t]", "", value).isprintable():
             raise ConfigError(f"{path}: {name}: the value has control characters")
         else:
-            yield name, _number(value)
+            yield name, with_numbers(value)
 
 
-def _number(value: Any) -> Any:
-    """Return the number that a text such as `1e-6` is; YAML 1.1 reads it as a text."""
+def with_numbers(value: Any) -> Any:
+    """Return a value with numbers for texts such as `1e-6`, which YAML 1.1 reads as texts."""
     if isinstance(value, list):
-        return [_number(x) for x in value]
+        return [with_numbers(x) for x in value]
+    if isinstance(value, dict):
+        return {key: with_numbers(x) for key, x in value.items()}
     return float(value) if isinstance(value, str) and re.fullmatch(r"[+-]?\d+(\.\d*)?e[+-]?\d+", value) else value
 
 
 def _resolved(settings: dict[str, Any], path: str) -> dict[str, Any]:
-    """Replace interpolations by the settings that they name. No other resolver runs, such as that of the environment."""
+    """Replace interpolations by the settings that they name. No other resolver runs, such as the environment's."""
     if len(settings) > MOST_SETTINGS:
         raise ConfigError(f"{path}: {len(settings):,} settings; at most {MOST_SETTINGS:,} are expected in a config")
 
@@ -297,7 +307,12 @@ def _resolved(settings: dict[str, Any], path: str) -> dict[str, Any]:
 
     found = {name: resolve(name, value) for name, value in settings.items()}
     sections = {name: value for name, value in found.items() if isinstance(value, dict) and settings[name] != value}
-    copied = {f"{name}.{key}": found[key_of] for name, x in sections.items() for key in x if (key_of := _link_of(settings[name], key)) in found}
+    copied = {
+        f"{name}.{key}": found[source]
+        for name, section in sections.items()
+        for key in section
+        if (source := _link_of(settings[name], key)) in found
+    }
     return {name: value for name, value in found.items() if name not in sections} | copied
 
 
@@ -312,14 +327,15 @@ def _link_of(link: str, key: str) -> str:
 
 def _of_command(words: Sequence[str]) -> Source:
     """Read a launch command, or settings alone: `name=value`, `--name value ...`, `--name=value`, `--flag`, `~name`."""
-    start = next((i for i, word in enumerate(words) if _PROGRAM.fullmatch(word)), -1)
+    of_settings = bool(words) and (words[0].startswith("--") or "=" in words[0])  # no program precedes them
+    start = next((i for i, word in enumerate(words) if _PROGRAM.fullmatch(word) and not of_settings), -1)
     program, rest = (words[start], list(words[start + 1 :])) if start >= 0 else ("", list(words))
     if program == "trl" and rest:
         program = f"trl {rest.pop(0)}"
     flags = {name.replace("-", "_"): x for name, x in _texts(words[: max(start, 0)], "launcher").items()}
     launcher = {_FLAGS_OF_LAUNCHERS[name]: values for name, values in flags.items() if name in _FLAGS_OF_LAUNCHERS}
     texts = _texts(rest, program)
-    settings = {}
+    settings: dict[str, Any] = {}
     for name in ("config", "config_file"):
         for path in (texts if name == "config" else launcher).pop(name, ()):
             if Path(path).is_file():
@@ -366,7 +382,8 @@ class _Shell:
     """Just enough of a shell to read a launch script: variables, arrays, here-documents, and simple tests."""
 
     def __init__(self, path: str = "") -> None:
-        self.variables: dict[str, str | list[str]] = {"HOME": str(Path.home()), "PWD": os.getcwd(), "0": path, "BASH_SOURCE": path}
+        self.variables: dict[str, str | list[str]] = {"HOME": str(Path.home()), "PWD": os.getcwd()}
+        self.variables |= dict.fromkeys(("0", "BASH_SOURCE"), path)
         self.commands: list[list[str]] = []
         self.blocks: list[list[Any]] = []
         """For each open `if`, `case` or loop: its kind, whether it runs now, whether a branch ran, and its word."""
@@ -431,7 +448,7 @@ class _Shell:
                 self.blocks[-1][1] = None
             return
         head, rest = words[0], words[1:]
-        block = self.blocks[-1] if self.blocks else ["", True, True, ""]
+        block: list[Any] = self.blocks[-1] if self.blocks else ["", True, True, ""]
         if block[0] == "case" and block[1] is None and head != "esac":  # patterns of a clause
             # of a value that only a run knows, such as the kind of the device, the first
             matches = not block[2] and ("$(" in block[3] or any(fnmatch.fnmatchcase(block[3], x) for x in words))
@@ -481,13 +498,14 @@ class _Shell:
 
     def _holds(self, words: list[str]) -> bool:
         """Return whether a test such as `[ -n "$x" ]` holds; False for one that a reader cannot know."""
-        known = ["" if re.match(r"\$[\w{(]", word) else word for word in words if word not in ("[", "]", "[[", "]]", "{")]
+        inner = [word for word in words if word not in ("[", "]", "[[", "]]", "{")]
+        known = ["" if re.match(r"\$[\w{(]", word) else word for word in inner]
         match known:
             case ["!", *others]:
                 return not self._holds(others)
             case [("-n" | "-z") as sign, text]:
                 return bool(text) == (sign == "-n")
-            case [first, ("=" | "==") , second]:
+            case [first, ("=" | "=="), second]:
                 return fnmatch.fnmatchcase(first, second)
             case [first, "!=", second]:
                 return not fnmatch.fnmatchcase(first, second)
@@ -551,7 +569,7 @@ class _Shell:
         return str(Path(value).parent) if match[1] == "dirname" else os.path.normpath(value)
 
     def _arithmetic(self, text: str) -> str:
-        names = {name: load_yaml(value) for name, value in self.variables.items() if isinstance(value, str) and value.isdigit()}
+        names = {name: int(x) for name, x in self.variables.items() if isinstance(x, str) and x.isdigit()}
         try:
             found = evaluate(str(self._inside(text)).replace("/", "//"), names)
         except (SyntaxError, ConfigError):
@@ -615,7 +633,8 @@ def _of_python(text: str, path: str) -> Source:
         settings = {**settings, **given}
     if program == path:
         raise ConfigError(
-            f"{path}: no config with literal values, such as GRPOConfig(beta=0.04). Give the command that starts the script"
+            f"{path}: no config with literal values, such as GRPOConfig(beta=0.04). Give the command that starts the "
+            "script"
         )
     return Source(_flat_of(settings), program)
 
@@ -647,4 +666,4 @@ def _of_dataset(positional: Sequence[Any], given: Mapping[str, Any]) -> dict[str
     return {name: value for name, value in found.items() if value is not None}
 
 
-__all__ = ["DEEPEST", "LONGEST_VALUE", "Source", "evaluate", "read_sources", "read_text"]
+__all__ = ["DEEPEST", "LONGEST_VALUE", "Source", "evaluate", "read_sources", "read_text", "with_numbers"]

@@ -36,6 +36,12 @@ _OWN_ROOTS = ("data", "evaluation", "interfaces", "models", "rollout", "runtime"
 TABLE = Path(__file__).with_name("names.yaml")
 _OBJECTS = ("realhf_names", "realhf_keys")
 """Tables of names that are no settings, but Python objects and keys of a batch."""
+IMPORTED = ("TRL", "verl", "OpenRLHF", "AReaL")
+"""Tools whose configs `realign import` translates."""
+SHOWN = 2
+"""Most messages about names of other tools in one error; a command line with more is another tool's."""
+DEPTH_OF_FIELDS = 3
+"""Names in the path of a field of a role's component, such as `interfaces.actor.kl`."""
 FEW = 4
 """Most rows that help shows for the last part of a name; more are unrelated."""
 
@@ -87,13 +93,29 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
 """Commands of other tools that realign does not have, and what to do instead."""
 
 
+def import_hint(tools: Sequence[str]) -> str:
+    """Return a sentence about the command that translates a whole config of a tool."""
+    return f"`realign import {tools[0].lower()} FILE` translates a whole config, script or command of {tools[0]}"
+
+
+def tools_of(words: Sequence[str]) -> list[str]:
+    """Return the tools of `IMPORTED` that have names among the words of a command line."""
+    entries = [row for word in words for _, row in _entries(word.lstrip("+~-").partition("=")[0])]
+    return [tool for tool in IMPORTED if any(row.tool == tool for row in entries)]
+
+
+def read_own_yaml(path: Path) -> Any:
+    """Return the values of a YAML file of the package."""
+    # The parser in Python takes several times as long, and the shell waits for the names at the tab key.
+    loader: Any = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
+    return yaml.load(path.read_text(encoding="utf-8"), loader)
+
+
 @cache
 def tables() -> Mapping[str, Mapping[str, Any]]:
     """Return the tables of `names.yaml` by name, with `rows` as `Row`."""
     read = {}
-    # The parser in Python takes several times as long, and the shell waits for this table at the tab key.
-    loader: Any = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
-    for title, table in yaml.load(TABLE.read_text(encoding="utf-8"), loader).items():
+    for title, table in read_own_yaml(TABLE).items():
         rows = [_row(row, tool=table["tool"], typed=title not in _OBJECTS) for row in table["rows"]]
         read[title] = MappingProxyType({**table, "rows": rows})
     return MappingProxyType(read)
@@ -195,7 +217,11 @@ def translate(overrides: Sequence[str], config_dir: Path | str | None = None, ba
             problems.append(str(error))
     problems += filter(None, (_foreign(word) for i, word in enumerate(overrides) if i not in theirs))
     if problems:
-        raise ConfigError(join_messages(problems))
+        tools = [tool for tool in IMPORTED if any(row.tool == tool for found in rows.values() for row in found)]
+        if not tools or len(problems) <= SHOWN:
+            raise ConfigError(join_messages(problems))
+        more = f"{len(problems) - SHOWN} more are to be set. {import_hint(tools)}"
+        raise ConfigError(join_messages([*problems[:SHOWN], more]))
     notes = [f"{overrides[i]} was read as {' '.join(new[i])}" for i in sorted(new)]
     return _Translated([word for i, given in enumerate(overrides) for word in new.get(i, [given])], notes, composed)
 
@@ -220,7 +246,8 @@ def translate_each(words: Mapping[str, str], base: Sequence[str], tool: str) -> 
             continue
         rows = _rows(word, entries)
         off = _parts(word)[2] in ("=false", "=0", "=0.0", "=''")
-        if all(row.answer.startswith(("leave it out", "the default")) or (off and row.answer == "not available.") for row in rows):
+        left_out = ("leave it out", "the default", *(["not available."] if off else []))
+        if all(row.answer.startswith(left_out) for row in rows):
             found[label] = []
             continue
         try:
@@ -232,6 +259,7 @@ def translate_each(words: Mapping[str, str], base: Sequence[str], tool: str) -> 
 
 def plain(text: str) -> str:
     """Return a Markdown text for the terminal, without the targets of links and without quotes around single words."""
+    text = re.sub(r" \(\[[^\]]+\]\([^)]*\)\)", "", text)
     return re.sub(r"`([^` ]+)`", r"\1", re.sub(r"\[([^\]]+)\]\([^)]*\)", r"\1", text))
 
 
@@ -254,6 +282,9 @@ def _entries(name: str) -> tuple[tuple[str | None, Row], ...]:
     if not entries and "." in name:
         section = index().get(name.partition(".")[0], ())
         entries = tuple(entry for entry in section if entry[1].answer or entry[1].keys == ("evaluation",))
+        path = name.split(".")
+        if not entries and len(path) == DEPTH_OF_FIELDS and path[0] in ("interfaces", "models"):
+            entries = index().get(path[-1], ())  # unless a component has such a field, see `_is_own`
     elif not entries and name not in (*(own.name for own in fields(ExperimentConfig)), *GROUPS):
         ends = {full: ended for full, ended in index().items() if full.endswith(f".{name}")}
         entries = next(iter(ends.values()), ())
@@ -339,7 +370,13 @@ def _is_own(key: str, config: Mapping[str, Any]) -> bool:
     """Return whether the config has a key, although `names.yaml` lists it."""
     root, _, rest = key.partition(".")
     node = config.get(root) if root in _OWN_ROOTS and rest else None
-    return isinstance(node, Mapping) and bool(node) and _has(root, node, rest.split("."))
+    names = rest.split(".")
+    if key.count(".") == DEPTH_OF_FIELDS - 1 and isinstance(node, Mapping) and isinstance(node.get(names[0]), Mapping):
+        node, names = node[names[0]], names[1:]  # of a role
+        default = ROOTS[root].default if root in ROOTS else None
+        if class_at(str(node.get(TARGET, default))) is None:
+            return True  # a class that is not known here may have any field
+    return isinstance(node, Mapping) and bool(node) and _has(root, node, names)
 
 
 def _foreign(word: str) -> str:
@@ -406,4 +443,18 @@ def _follows(node: Mapping[str, Any], names: Sequence[str]) -> bool:
     return any(isinstance(value, str) and value.startswith("${") for value in values)
 
 
-__all__ = ["COMMANDS", "Row", "describe", "index", "is_name", "names", "plain", "tables", "translate", "translate_each"]
+__all__ = [
+    "COMMANDS",
+    "Row",
+    "describe",
+    "import_hint",
+    "index",
+    "is_name",
+    "names",
+    "plain",
+    "read_own_yaml",
+    "tables",
+    "tools_of",
+    "translate",
+    "translate_each",
+]

@@ -4,26 +4,40 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from benchmarks.referee import batches, ours
 from benchmarks.referee.cells import CELLS, ROWS, Cell, overrides_of
 from realign.cli import import_config
 from realign.cli.commands import main
-from realign.cli.import_config import translate_config
-from realign.config.aliases import tables
+from realign.cli.import_config import RULES, experiment_text, translate_config, translate_source
+from realign.cli.import_readers import Source, read_sources
+from realign.config import build_experiment, compose
 from realign.config.errors import ConfigError
 from tests.docs.pages import blocks
 
-TOOLS = {tool: table["import"][tool] for table in tables().values() for tool in table.get("import", {})}
+TOOLS = sorted(path.stem for path in RULES.glob("*.yaml"))
 PAGE = Path(__file__).parents[2] / "docs" / "migration.md"
+PUBLISHED = yaml.load(Path(__file__).with_name("published.yaml").read_text(encoding="utf-8"), yaml.CSafeLoader)
+BY_SOURCE = {config["source"]: config for config in PUBLISHED}
 LOSSES = [
     pytest.param(row, tool, id=f"{tool} {row}")
     for (row, tool), cell in CELLS.items()
     if tool in TOOLS and tool != "areal" and isinstance(cell, Cell) and ROWS[row].kind == "policy"
 ]
+GROUP_OF_FOUR = {
+    "trl": {"num_generations": 4},
+    "verl": {"actor_rollout_ref.rollout.n": 4},
+    "openrlhf": {"rollout.n_samples_per_prompt": 4},
+    "areal": {"gconfig.n_samples": 4, "train_dataset.batch_size": 8},
+}
+"""Responses per prompt. The tools' own defaults of 1 have no group to compare with, and AReaL's batch is one prompt."""
+SINGLE = ("interfaces.actor.n_minibatches=1", "interfaces.actor.recompute=false")
+"""The referee's batches have the log-probs of the start of one optimizer step."""
 
 
 def words(imported: import_config.Imported) -> dict[str, str]:
@@ -60,23 +74,16 @@ AREAL = {
 @pytest.mark.parametrize("row", AREAL)
 def test_an_imported_config_of_areal_has_the_loss_that_the_referee_compared(row):
     cell, batch = CELLS[row, "areal"], batches.batch(ROWS[row].batch, 0)
-    imported = translate_config("areal", {"actor.kl_ctl": 0.0} | AREAL[row])
+    imported = translate_config("areal", {"actor.kl_ctl": 0.0} | AREAL[row] | GROUP_OF_FOUR["areal"])
     assert not imported.refused
-    assert not imported.by_hand
-    loss, gradient = ours.run("policy", batch, (*imported.overrides, "interfaces.actor.n_minibatches=1"))
+    loss, gradient = ours.run("policy", batch, (*imported.overrides, *SINGLE))
     expected, expected_gradient = ours.run("policy", batch, overrides_of(ROWS[row], cell))
     assert loss == pytest.approx(expected.item(), abs=1e-6)
     torch.testing.assert_close(gradient, expected_gradient, atol=1e-6, rtol=1e-5)
 
 
-def test_a_section_has_its_own_defaults_and_values_can_name_others(tmp_path):
-    path = tmp_path / "grpo.yaml"
-    path.write_text(
-        "actor: {max_new_tokens: '${gconfig.max_new_tokens}', adv_norm: {eps: 1e-4}}\ngconfig: {max_new_tokens: 9}"
-    )
-    given = import_config._of_file(str(path))
-    assert given["actor.max_new_tokens"] == 9
-    translated = words(translate_config("areal", {"actor.adv_norm.eps": 1e-4}))
+def test_a_section_has_its_own_defaults():
+    translated = words(translate_config("areal", {"actor.adv_norm.eps": 1e-4} | GROUP_OF_FOUR["areal"]))
     assert translated["interfaces.actor.adv_norm"].startswith("{mean: batch, std: batch, ")
     assert translated["interfaces.actor.advantage.reward_norm"].startswith("{mean: none, std: none, ")
 
@@ -84,46 +91,83 @@ def test_a_section_has_its_own_defaults_and_values_can_name_others(tmp_path):
 @pytest.mark.parametrize(("row", "tool"), LOSSES)
 def test_an_imported_config_has_the_loss_that_the_referee_compared_with_the_tool(row, tool):
     cell, batch = CELLS[row, tool], batches.batch(ROWS[row].batch, 0)
-    imported = translate_config(tool, cell.settings)
+    with_model = {"reward.reward_model.enable": True} if row == "ppo" else {}  # the referee names one
+    imported = translate_config(tool, {**cell.settings, **GROUP_OF_FOUR[tool], **with_model})
     assert not imported.refused
-    assert not imported.by_hand
-    single = ("interfaces.actor.n_minibatches=1",)
-    loss, gradient = ours.run("policy", batch, (*imported.overrides, *single))
+    loss, gradient = ours.run("policy", batch, (*imported.overrides, *SINGLE))
     expected, expected_gradient = ours.run("policy", batch, overrides_of(ROWS[row], cell))
     assert loss == pytest.approx(expected.item(), abs=1e-6)
     torch.testing.assert_close(gradient, expected_gradient, atol=1e-6, rtol=1e-5)
 
 
-def settings_of(rule: dict) -> dict:
-    """Return settings to which a rule applies, if its tool's defaults do not contradict."""
-    chosen = {name: values[0] for name, values in rule.get("when", {}).items()}
-    other = {"beta": 0.04, "delta": 3.0, "loss_scale_factor": 512, "init_coef": 0.01, "dual_clip": 3.0}
-    other |= {
-        "c_clip": 3.0,
-        "kl_ctl": 0.1,
-        "upper": 2.0,
-        "m2_threshold": 0.1,
-        "label_smoothing": 0.1,
-        "loss_weights": [0.5],
-        "ld_alpha": 0.5,
-        "use_weighting": True,
-    }
-    for name, values in rule.get("unless", {}).items():
-        short = name.rpartition(".")[2]
-        texts = {"estimator": "k3" if ".kl." in name else "reinforce", "kl_loss_type": "full", "adv_estimator": "rloo"}
-        chosen |= {name: other.get(short, texts.get(short, "vespo"))} if chosen.get(name) is None else {}
-        assert chosen[name] not in values
-    return chosen
+def settings_of(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of a published config, which may be told by what differs from another one."""
+    base = BY_SOURCE[config["like"]]["settings"] if "like" in config else {}
+    return {name: x for name, x in base.items() if name not in config.get("without", ())} | config["settings"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("tool", TOOLS)
-def test_every_rule_gives_a_command_that_composes_or_says_why_not(tool):
-    for rule in TOOLS[tool]["rules"]:
-        extra = {"epsilon_high": 5.0} if rule.get("when", {}).get("loss_type") == ["cispo"] else {}
-        imported = translate_config(tool, {**settings_of(rule), **extra})
-        assert imported.overrides[0].startswith("experiment=")
-        assert bool(imported.refused) >= ("refuse" in rule)
+@pytest.mark.parametrize("config", PUBLISHED, ids=lambda config: config["source"].split(": ")[1])
+def test_a_published_config_has_its_kind_and_loss_and_no_value_is_lost(config):
+    given = settings_of(config)
+    imported = translate_source(config["tool"], Source(dict(given), config["program"]))
+    assert config["kind"] in imported.title
+    translated = words(imported)
+    assert {key: translated.get(key) for key in config["loss"]} == config["loss"]
+    assert set(imported.fates) == set(given)
+    assert set(imported.fates.values()) <= {"command", "no equivalent", "by hand", "bookkeeping"}
+    assert not [line for line in imported.by_hand if "not known" in line]
+
+
+def test_numbers_of_the_config_give_the_optimizer_steps_and_the_schedule():
+    verl = {"data.train_batch_size": 1024, "actor_rollout_ref.actor.ppo_mini_batch_size": 256, "rows": 10_240}
+    verl |= {"trainer.total_epochs": 3, "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio": 0.1}
+    translated = words(translate_config("verl", {"algorithm.adv_estimator": "grpo", **verl} | GROUP_OF_FOUR["verl"]))
+    counts = ("batch_prompts", "interfaces.actor.n_minibatches", "steps")
+    assert [translated[key] for key in counts] == ["1024", "4", "30"]
+    assert translated["models.actor.optimizer.schedule.warmup"] == "3"
+    trl = {"num_generations": 8, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+    trl |= {"steps_per_generation": 8, "num_processes": 4, "max_steps": 40, "lr_scheduler_type": "cosine"}
+    translated = words(translate_config("trl", trl))
+    assert [translated[key] for key in counts] == ["16", "4", "10"]
+    assert translated["models.actor.optimizer.schedule.total"] == "40"
+    openrlhf = {"rollout.batch_size": 128, "rollout.n_samples_per_prompt": 8, "train.batch_size": 256}
+    assert words(translate_config("openrlhf", openrlhf))["interfaces.actor.n_minibatches"] == "4"
+
+
+def test_defaults_of_the_tool_that_differ_are_named():
+    imported = translate_config("verl", {"algorithm.adv_estimator": "grpo"} | GROUP_OF_FOUR["verl"])
+    assert "interfaces.actor.objective.dual=3" in imported.assumed
+    assert "interfaces.actor.adv_norm.std=group" not in imported.assumed  # the config says so
+
+
+@pytest.mark.parametrize(
+    ("tool", "given", "message"),
+    [
+        ("trl", {"loss_type": "vespo"}, "does not have the loss loss_type=vespo"),
+        ("trl-dpo", {"loss_type": "apo_zero"}, "does not have the loss loss_type=apo_zero"),
+        ("verl", {"algorithm.adv_estimator": "gdpo"}, "does not have the advantages of algorithm.adv_estimator=gdpo"),
+        ("verl", {"distillation.enabled": True, "data.train_files": "x"}, "Start from experiment=on_policy"),
+        ("openrlhf", {"train.agent_func_path": "a.py", "rollout.batch_size": 8}, "agent functions"),
+        ("areal", {"actor.m2_threshold": 0.1, "gconfig.n_samples": 4}, "second-moment mask"),
+        ("trl", {"learning_rate": 1e-6}, "nothing in this config says what it trains"),
+        ("trl-pro", {"beta": 1}, "no kind 'pro'"),
+    ],
+)
+def test_what_realign_lacks_is_refused_and_nothing_else_is_filled_in(tool, given, message):
+    with pytest.raises(ConfigError, match=message):
+        translate_config(tool, given)
+
+
+def test_the_experiment_file_composes_to_the_command(tmp_path):
+    config = BY_SOURCE[next(source for source in BY_SOURCE if "gsm8k_grpo.yaml" in source)]
+    imported = translate_source("areal", Source(settings_of(config), config["program"]))
+    (tmp_path / "mine.yaml").write_text(experiment_text(imported))
+    from_file, from_words = (
+        build_experiment(compose(words)) for words in ([str(tmp_path / "mine.yaml")], imported.overrides)
+    )
+    assert from_file.interfaces == from_words.interfaces
+    assert from_file.models == from_words.models
+    assert from_file.rollout == from_words.rollout
 
 
 def test_the_example_of_the_page_prints_what_the_page_shows(tmp_path, monkeypatch, capsys):
@@ -143,7 +187,8 @@ def test_the_example_of_the_page_prints_what_the_page_shows(tmp_path, monkeypatc
 def test_flags_of_openrlhf_are_read_with_several_values_and_by_their_old_names():
     flags = ["--advantage_estimator", "group_norm", "--eps_clip_low_high", "0.2", "0.3", "--init_kl_coef=0"]
     flags += ["--pretrain", "a/b"]
-    translated = words(translate_config("openrlhf", import_config._of_words(flags)))
+    flags += ["--n_samples_per_prompt", "4"]
+    translated = words(translate_source("openrlhf", read_sources(flags)[0]))
     assert translated["experiment"] == "grpo"
     assert translated["interfaces.actor.objective.high"] == "0.3"
     assert translated["interfaces.actor.kl.place"] == "none"
@@ -151,9 +196,10 @@ def test_flags_of_openrlhf_are_read_with_several_values_and_by_their_old_names()
 
 
 def test_what_has_no_equivalent_is_named():
-    imported = translate_config("trl", {"loss_type": "vespo", "top_entropy_quantile": 0.5, "mine": 1})
-    assert imported.refused == ["loss_type=vespo is not available."]
-    assert imported.by_hand == ["top_entropy_quantile (TRL): not available.", "mine: not known to realign"]
+    imported = translate_config("trl", {"loss_type": "grpo", "top_entropy_quantile": 0.5, "mine": 1})
+    assert imported.refused == ["top_entropy_quantile=0.5 is not available: all tokens train."]
+    assert "mine: not known to realign" in imported.by_hand
+    assert imported.fates["top_entropy_quantile"] == "no equivalent"
 
 
 def test_a_value_out_of_range_is_an_error():
@@ -175,16 +221,16 @@ def test_a_value_out_of_range_is_an_error():
 def test_a_value_that_is_not_read_is_left_to_the_user_and_never_resolved(value, why, monkeypatch):
     monkeypatch.setenv("HOME", "/secret")
     imported = translate_config("trl", {"model_name_or_path": value, "loss_type": "grpo"})
-    assert imported.by_hand == [f"model_name_or_path: {why}"]
+    assert f"model_name_or_path: {why}" in imported.by_hand
     assert "/secret" not in str(imported)
     assert "models.actor.path=MODEL" in imported.overrides
 
 
 def test_an_integer_beyond_the_floats_is_an_error_or_a_value():
     huge = 10**3000 - 1
-    assert f"steps={huge}" in translate_config("trl", {"max_steps": huge}).overrides
+    assert translate_config("trl", {"max_steps": huge, "num_generations": 8}).fates["max_steps"] == "command"
     with pytest.raises(ConfigError, match="expected float"):
-        translate_config("trl", {"temperature": huge})
+        translate_config("trl", {"temperature": huge, "num_generations": 8})
 
 
 REPEATED = zip("abcdefg", "bcdefgh", strict=True)
@@ -194,7 +240,7 @@ BOMB = "a: &a [1,1]\n" + "".join(f"{new}: &{new} [*{old}{f',*{old}' * 9}]\n" for
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("- a\n- b\n", "expected a mapping of settings to values, found list"),
+        ("- a\n- b\n", "expected a mapping of settings to values, translated list"),
         ("beta: !!python/object/apply:os.system [ls]\n", "the file cannot be read"),
         (BOMB, "repeat too many values"),
         ('run_name: "a\\e[2Jb"\n', "run_name: the value has control characters"),
@@ -217,7 +263,7 @@ def test_a_file_that_is_no_config_is_an_error_line(tmp_path, capsys, text, messa
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("import", "realign import trl|trl-dpo|trl-kto|"),
+        ("import", "realign import trl|verl|openrlhf|areal"),
         ("import vrel a.yaml", "did you mean 'verl'"),
         ("import trl", "no settings"),
         ("import trl nothing.yaml", "nothing.yaml: the file cannot be read"),
@@ -232,6 +278,6 @@ def test_a_wrong_command_line_is_an_error(line, message, capsys, monkeypatch, tm
 
 def test_values_with_spaces_and_quotes_reach_the_command_as_text(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(import_config, "REFEREE", tmp_path)
-    assert main(["import", "trl", "model_name_or_path=my models/it's; rm -rf ~"]) == 0
+    assert main(["import", "trl-sft", "model_name_or_path=my models/it's; rm -rf ~"]) == 0
     printed = capsys.readouterr().out
     assert re.search(r"'models\.actor\.path='\"'\"'my models/it", printed)
