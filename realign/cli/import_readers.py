@@ -152,12 +152,18 @@ def _one_function(names: Any, known: Mapping[str, str]) -> str | None:
 def _functions(names: Any, weights: Any, known: Mapping[str, str]) -> dict[str, Any] | None:
     if not isinstance(names, list) or len(names) == 1:
         return None
-    weights = weights if isinstance(weights, list) else [weights] * len(names)
-    labels = [re.split(r"[.:]", str(name))[-1] for name in names]
+    paths = dict(zip(_weights(names, weights), names, strict=False))
     return {
-        label: {"function": _import_path(str(name), known), "weight": weight}
-        for label, name, weight in zip(labels, names, weights, strict=False)
+        label: {"function": _import_path(str(paths[label]), known), "weight": weight}
+        for label, weight in _weights(names, weights).items()
     }
+
+
+def _weights(names: Any, weights: Any) -> dict[str, Any]:
+    """Return the weights of reward functions by the last part of their names."""
+    names = names if isinstance(names, list) else [names]
+    weights = weights if isinstance(weights, list) else [weights] * len(names)
+    return dict(zip((re.split(r"[.:]", str(name))[-1] for name in names), weights, strict=False))
 
 
 def _sources(datasets: Any) -> list[dict[str, Any]] | None:
@@ -177,6 +183,7 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = MappingProxyType(
         "stem": lambda x: str(x).partition(":")[0],
         "one_function": _one_function,
         "functions": _functions,
+        "weights": _weights,
         "sources": _sources,
         "size": _size,
         "part": lambda text, mark, i: x[i] if len(x := str(text).split(mark)) > i else None,

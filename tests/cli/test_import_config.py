@@ -145,7 +145,7 @@ def test_defaults_of_the_tool_that_differ_are_named():
     [
         ("trl", {"loss_type": "vespo"}, "does not have the loss loss_type=vespo"),
         ("trl-dpo", {"loss_type": "apo_zero"}, "does not have the loss loss_type=apo_zero"),
-        ("verl", {"algorithm.adv_estimator": "gdpo"}, "does not have the advantages of algorithm.adv_estimator=gdpo"),
+        ("verl", {"algorithm.adv_estimator": "grpo_passk"}, "does not have the advantages of algorithm.adv_estimator"),
         ("verl", {"distillation.enabled": True, "data.train_files": "x"}, "Start from experiment=on_policy"),
         ("openrlhf", {"train.agent_func_path": "a.py", "rollout.batch_size": 8}, "agent functions"),
         ("areal", {"actor.m2_threshold": 0.1, "gconfig.n_samples": 4}, "second-moment mask"),
@@ -240,7 +240,7 @@ BOMB = "a: &a [1,1]\n" + "".join(f"{new}: &{new} [*{old}{f',*{old}' * 9}]\n" for
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("- a\n- b\n", "expected a mapping of settings to values, translated list"),
+        ("- a\n- b\n", "expected a mapping of settings to values, found list"),
         ("beta: !!python/object/apply:os.system [ls]\n", "the file cannot be read"),
         (BOMB, "repeat too many values"),
         ('run_name: "a\\e[2Jb"\n', "run_name: the value has control characters"),
