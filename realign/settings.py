@@ -227,20 +227,27 @@ def check_value(name: str, value: Any, annotation: Any) -> Any:
     mistakes = []
     # One member at a time, since pydantic would list an error for each member of a union (ADR 40).
     for member in members:
+        kind = get_origin(member.type) or member.type
+        # pydantic would select a member of an enum by its value, and check the fields of a dataclass once more
+        if isinstance(kind, type) and kind not in _LEAVES:
+            given = choices_of(kind).get(value, value) if _is_enum(kind) and isinstance(value, str) else value
+            if getattr(kind, "_is_protocol", False) or isinstance(given, kind):
+                return given
+            continue
         try:
-            valid = _validator(member)(value)
+            _validator(member)(value)
         except ValueError as error:  # pydantic's ValidationError, without importing pydantic
             mistakes += error.errors()  # type: ignore[attr-defined]
         else:
-            return valid if isinstance(valid, Enum) else value  # an int stays one in a float field
+            return value  # an int stays one in a float field
     if value is None:
         raise SettingsError(f"{name} must not be null; valid: {_valid(members)}")
     or_null = ", or null" if null else ""
     choices = [choice for member in members if _is_enum(member.type) for choice in choices_of(member.type)]
     if choices and isinstance(value, str):
         raise SettingsError(f"{name}={value!r}: unknown choice (valid: {', '.join(choices)}{or_null})")
-    # Messages about the value, such as multiple_of, say more than those about a type: int_type, is_instance_of.
-    of_values = (m["msg"] for m in mistakes if m["type"] != "is_instance_of" and not m["type"].endswith("_type"))
+    # Messages about the value, such as multiple_of, say more than those about a type, such as int_type.
+    of_values = (mistake["msg"] for mistake in mistakes if not mistake["type"].endswith("_type"))
     raise SettingsError(f"{name}={value!r}: {next(of_values, f'must be {_valid(members)}')}{or_null}")
 
 
@@ -251,24 +258,11 @@ def choices_of(kind: type[Enum]) -> dict[str, Enum]:
 
 @cache
 def _validator(member: Member) -> Callable[..., Any]:
-    """Return pydantic's validation of one member of a union. It converts nothing but names of enum members."""
+    """Return pydantic's validation of one member of a union, which converts nothing."""
     from pydantic import TypeAdapter
-    from pydantic_core import SchemaValidator
-    from pydantic_core.core_schema import is_instance_schema, no_info_before_validator_function
 
-    kind = get_origin(member.type) or member.type
-    if not isinstance(kind, type) or kind in _LEAVES:
-        written: Any = Annotated[member.type, *member.extras] if member.extras else member.type
-        return partial(TypeAdapter(written).validate_python, strict=True)
-    if getattr(kind, "_is_protocol", False):
-        kind = object
-    schema: CoreSchema = is_instance_schema(kind)  # pydantic alone would also check the fields of dataclasses
-    if _is_enum(kind):  # pydantic alone selects a member by its value
-        by_name = choices_of(kind)
-        schema = no_info_before_validator_function(
-            lambda given: by_name.get(given, given) if isinstance(given, str) else given, schema
-        )
-    return SchemaValidator(schema).validate_python
+    written: Any = Annotated[member.type, *member.extras] if member.extras else member.type
+    return partial(TypeAdapter(written).validate_python, strict=True)
 
 
 def _is_enum(kind: Any) -> bool:
