@@ -8,7 +8,7 @@ import inspect
 import math
 import pkgutil
 from enum import Enum
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import pytest
 from pydantic import Field, StringConstraints
@@ -19,7 +19,7 @@ from realign.data import PromptData
 from realign.engines import TransformersModel
 from realign.errors import RealignError, SettingsError
 from realign.interfaces.environment import EnvironmentInterface
-from realign.settings import Count, Fraction, Range, Settings, check_value, choices_of
+from realign.settings import Count, Fraction, Range, Settings, check_value, choices_of, members_of
 
 
 def settings_classes() -> list[type[Settings]]:
@@ -46,16 +46,14 @@ FIELDS = [
 ]
 
 
-def members(annotation: Any) -> tuple[Any, ...]:
-    return (annotation,) if get_args(annotation) == () or hasattr(annotation, "__metadata__") else get_args(annotation)
-
-
 def enums_of(annotation: Any) -> list[type[Enum]]:
-    return [kind for kind in members(annotation) if isinstance(kind, type) and issubclass(kind, Enum)]
+    kinds = [member.type for member in members_of(annotation)]
+    return [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Enum)]
 
 
 def ranges_of(annotation: Any) -> list[Range]:
-    return [x for kind in members(annotation) for x in getattr(kind, "__metadata__", ()) if isinstance(x, Range)]
+    """Return the ranges of the value itself; those of the items of a list or mapping are no part of it."""
+    return [extra for member in members_of(annotation) for extra in member.extras if isinstance(extra, Range)]
 
 
 def label(value: Any) -> str:
@@ -116,7 +114,7 @@ def outside(limits: Range) -> list[float]:
 
 @pytest.mark.parametrize(("cls", "name", "annotation"), [f for f in FIELDS if ranges_of(f[2])], ids=label)
 def test_every_range_refuses_what_is_outside_and_names_the_field(cls, name, annotation):
-    whole = any(get_args(kind)[:1] == (int,) for kind in members(annotation))
+    whole = any(member.type is int for member in members_of(annotation))
     for limits in ranges_of(annotation):
         for value in [*outside(limits), *([] if whole else [math.nan])]:
             given = int(value) if whole else value
