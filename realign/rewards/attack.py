@@ -198,19 +198,26 @@ def attack(
         return RewardCheck(0, 0, [], f"not attacked: {where}. Name the column in known_answer")
     rights: dict[int, _Right] = {}
     hits: dict[str, list[Finding]] = defaultdict(list)
-    tried, looked, began = 0, 0, time.monotonic()
+    tried, looked, answered, began = 0, 0, False, time.monotonic()
+
+    def rewards_of(index: int, responses: Sequence[str]) -> list[float]:
+        nonlocal answered
+        rewards = [_worth(reward) for reward in score(index, responses)]
+        answered = answered or max(rewards) > -math.inf
+        return rewards
+
     for i in list(known)[:ROWS]:
         if looked and time.monotonic() - began > SECONDS:
             break
         looked += 1
         others = _others(known, i)
-        right = _find_right(prompts[i], known[i], others, partial(score, i), template)
+        right = _find_right(prompts[i], known[i], others, partial(rewards_of, i), template)
         if right is None:
             continue
         rights[i] = right
         kinds = _wrong_answers(rows[i], prompts[i], right, others, [texts[0] for texts in known.values()])
         responses = list(dict.fromkeys(response for those in kinds.values() for response in those))
-        rewards = dict(zip(responses, map(_worth, score(i, responses)), strict=True))
+        rewards = dict(zip(responses, rewards_of(i, responses), strict=True))
         worst = min([right.reward, *(reward for reward in rewards.values() if reward > -math.inf)])
         enough = worst + AS_MUCH * (right.reward - worst)
         for kind, those in kinds.items():
@@ -219,6 +226,9 @@ def attack(
                 hits[kind].append(Finding(kind, 0, 0, best, rewards[best], right.response, right.reward))
         tried = max(tried, len(responses))
     n = len(rights)
+    if not answered:
+        problem = "not compared: no known answer has a reward. The function fails, which the log shows, or returns None"
+        return RewardCheck(0, 0, [], problem)
     if 2 * n < looked or not n:
         ignored = f"in {looked - n} of {looked} rows, the known answer earns no more than that of another row"
         return RewardCheck(
@@ -239,7 +249,11 @@ def attack(
 
 
 def _find_right(
-    prompt: str, answers: Sequence[str], others: Sequence[str], score: Callable[[Sequence[str]], Any], template: str
+    prompt: str,
+    answers: Sequence[str],
+    others: Sequence[str],
+    score: Callable[[Sequence[str]], list[float]],
+    template: str,
 ) -> _Right | None:
     """Return the right answer with the highest reward among those that earn more than another answer in their form."""
     pairs = [
@@ -247,7 +261,7 @@ def _find_right(
         for answer in answers
         for form in dict.fromkeys((template, *(_CODE_FORMS if "\n" in answer else FORMS)))
     ]
-    rewards = list(map(_worth, score([text for *_, right, wrong in pairs for text in (right, wrong)])))
+    rewards = score([text for *_, right, wrong in pairs for text in (right, wrong)])
     rights = [
         (mine, -answers.index(answer), mine - other, _Right(answer, form, response, mine))
         for (answer, form, response, _), mine, other in zip(pairs, rewards[::2], rewards[1::2], strict=True)

@@ -123,6 +123,15 @@ def test_a_function_that_fails_on_wrong_answers_gives_them_no_reward():
     assert (check.rows, check.findings, check.problem) == (8, [], "")
 
 
+def test_a_function_that_fails_on_everything_says_so():
+    def failing(completions, answer):
+        return [
+            float(completion[0]["content"] == answer[0]) for completion in completions
+        ]  # of chats, which these aren't
+
+    assert "no known answer has a reward" in check_reward(failing, SUMS).problem
+
+
 def test_tools_are_called_without_arguments():
     (finding,) = [f for f in check_reward(*WEAK["the name of the tool occurs"]).findings if "arguments" in f.kind]
     assert finding.response == '[{"name": "weather", "arguments": {}}]'
