@@ -124,10 +124,8 @@ def test_a_function_that_fails_on_wrong_answers_gives_them_no_reward():
 
 
 def test_a_function_that_fails_on_everything_says_so():
-    def failing(completions, answer):
-        return [
-            float(completion[0]["content"] == answer[0]) for completion in completions
-        ]  # of chats, which these aren't
+    def failing(completions, answer):  # expects chats
+        return [float(completion[0]["content"] == answer[0]) for completion in completions]
 
     assert "no known answer has a reward" in check_reward(failing, SUMS).problem
 

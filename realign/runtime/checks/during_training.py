@@ -34,7 +34,8 @@ def check_ratio(rpc: RPC, difference: float, tolerance: float, *, strict: bool) 
         f"ratio_tolerance={tolerance:g}: in {rpc.name}, log-probs of sampler and trainer differ by up to "
         f"{difference:.3g} nats before the first update, so the probability ratio is not 1. Check the sampler's "
         "weights, the temperature on both sides, dropout, and bf16 (up to 0.1 is normal). "
-        f"interfaces.{rpc.model}.recompute=true removes the difference from the ratio."
+        f"interfaces.{rpc.model}.recompute=true removes the difference from the ratio. "
+        "docs/studies/mismatch.md has the correction for each kind of difference."
     )
     if strict:
         raise RunError(message)

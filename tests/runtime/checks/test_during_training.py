@@ -33,7 +33,7 @@ def test_a_difference_within_the_tolerance_is_silent():
 
 
 def test_a_larger_difference_warns_and_is_an_error_under_strict_ratio():
-    message = r"^ratio_tolerance=0\.001: in actor_train, .* differ by up to 0\.5 .*interfaces\.actor\.recompute=true"
+    message = r"^ratio_tolerance=0\.001: in actor_train, .* differ by up to 0\.5 .*actor\.recompute=true .*mismatch\.md"
     with pytest.warns(UserWarning, match=rf"{message}.* Training continues\.$"):
         check_ratio(TRAIN, 0.5, 1e-3, strict=False)
     with pytest.raises(RunError, match=message):
