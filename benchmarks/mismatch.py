@@ -200,8 +200,7 @@ def table(runs: Sequence[Run]) -> tuple[str, list[list[float]]]:
     for sampler, what in SAMPLERS.items():
         cells = [(of(sampler, correction) - start) / (end - start) for correction in CORRECTIONS]
         left.append([float(cell.mean()) if len(cell) else math.nan for cell in cells])
-        nats, kl = of(sampler, "none", NATS), of(sampler, "token", KL)
-        met = [f"{found.mean():.2g}" if len(found) else "0" for found in (nats, kl)]
+        met = [f"{x.mean():.2g}" if len(x) else "0" for x in (of(sampler, "none", NATS), of(sampler, "token", KL))]
         rows.append([what, *met, *map(text, cells), str(min((len(cell) for cell in cells if len(cell)), default=0))])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows), left
 
@@ -211,10 +210,11 @@ def draw(left: Sequence[Sequence[float]], path: Path) -> None:
     from matplotlib.figure import Figure
 
     axes = (figure := Figure(figsize=(5.6, 6.0), layout="constrained")).subplots()
-    axes.imshow(left, cmap="RdYlGn", vmin=0, vmax=1, aspect="auto")
+    axes.imshow(left, cmap="RdYlBu", vmin=0, vmax=1, aspect="auto")
     for (row, column), value in np.ndenumerate(left):
         if not math.isnan(value):
-            axes.text(column, row, f"{value:.0%}", ha="center", va="center", fontsize=13)
+            color = "white" if value > 0.8 or value < 0.15 else "black"
+            axes.text(column, row, f"{value:.0%}", ha="center", va="center", fontsize=13, color=color)
     axes.set_xticks(range(len(CORRECTIONS)), CORRECTIONS, rotation=35, ha="left", fontsize=13)
     axes.xaxis.tick_top()
     axes.set_yticks(range(len(SAMPLERS)), [name.replace("_", " ") for name in SAMPLERS], fontsize=13)
@@ -242,8 +242,8 @@ def main(given: Sequence[str] | None = None) -> None:
             print(json.dumps(runs[-1]), file=file)
         print(f"  {sampler} {correction} {seed}: {runs[-1]['score']:.2f}", file=sys.stderr, flush=True)
     page, left = table(runs)
-    print(page)
     draw(left, Path(words["picture"]))
+    print(page)
 
 
 if __name__ == "__main__":

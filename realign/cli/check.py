@@ -27,8 +27,7 @@ from realign.draw import to_text
 from realign.engines.shared_model import shared_roles
 from realign.errors import DataError, RewardError
 from realign.records.metrics.samples import as_one_line, show_row
-from realign.rewards.attack import ROWS as ATTACKED
-from realign.rewards.attack import RewardCheck, attack
+from realign.rewards.attack import READ, RewardCheck, attack
 from realign.runtime import Experiment, LocalRuntime
 from realign.runtime.calls import call
 from realign.runtime.checks.auto_memory import with_memory_choices
@@ -218,7 +217,7 @@ def _attack(runtime: LocalRuntime, role: str, verifier: Verifier) -> RewardCheck
     if reason := verifier.why_not_attacked():
         return f"not tried ({reason}). To try a function of Python alone, use realign.check_reward"
     size, model = runtime.dataset.size, runtime.models[role]
-    data = runtime.prompts.preview(range(runtime.prompts.batch_prompts if size is None else min(size, ATTACKED)))
+    data = runtime.prompts.preview(range(runtime.prompts.batch_prompts if size is None else min(size, READ)))
     if "prompt_ids" not in data or "row" not in data.metadata:
         return "not tried (the data has no prompts with rows)"
     prompts = model.tokenizer.batch_decode(

@@ -11,7 +11,7 @@ import math
 import re
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -28,6 +28,8 @@ from realign.text import visible
 
 ROWS = 8
 """Rows whose answers are tried, at most."""
+READ = 64
+"""Rows among which rows with known answers, and answers of other rows, are looked for."""
 SECONDS = 10.0
 """Time after which no further row is tried: it bounds what a slow function costs."""
 AS_MUCH = 0.9
@@ -99,11 +101,11 @@ class Finding(NamedTuple):
 class RewardCheck:
     """What the attack on a reward found; print it to read it."""
 
-    rows: int
+    rows: int = 0
     """Rows with a known answer that earns more than that of another row."""
-    tried: int
+    tried: int = 0
     """Wrong answers per row."""
-    findings: list[Finding]
+    findings: Sequence[Finding] = ()
     """Kinds of wrong answers that earn as much as right ones, the most frequent first."""
     problem: str = ""
     """Why nothing could be compared; empty if it could."""
@@ -130,7 +132,7 @@ class _Right(NamedTuple):
 
 def check_reward(
     function: RewardFunction | str | Sequence[Any] | Mapping[str, Any],
-    rows: Sequence[Mapping[str, Any]],
+    rows: Iterable[Mapping[str, Any]],
     *,
     known_answer: str | None = None,
     known_answer_template: str = ANSWER,
@@ -142,7 +144,7 @@ def check_reward(
     Args:
         function: A reward function, its name such as `reward.py:score`, or several as a list or a dict by name, whose
             rewards are added.
-        rows: Rows of the data.
+        rows: Rows of the data, of which the first are read.
         known_answer: Column with the right answer; None looks at columns with usual names, such as `answer`,
             `solution` and `reward_model.ground_truth`.
         known_answer_template: Form of a right answer in addition to the usual ones, with the answer at `{answer}`.
@@ -150,6 +152,7 @@ def check_reward(
     Raises:
         ConfigError: the function does not exist, asks a server or a model, or wants a column that no row has.
     """
+    rows = list(islice(rows, READ))
     several = function.values() if isinstance(function, Mapping) else function
     functions: list[Any] = [function] if isinstance(several, str) or callable(several) else list(several)
     with ExitStack() as stack:
@@ -195,7 +198,7 @@ def attack(
     known = {i: answers for i, row in enumerate(rows) if (answers := _known_answers(row, known_answer))}
     if not known:
         where = "no column has a usual name of known answers" if known_answer is None else "no row has a known answer"
-        return RewardCheck(0, 0, [], f"not attacked: {where}. Name the column in known_answer")
+        return RewardCheck(problem=f"not attacked: {where}. Name the column in known_answer")
     rights: dict[int, _Right] = {}
     hits: dict[str, list[Finding]] = defaultdict(list)
     tried, looked, answered, began = 0, 0, False, time.monotonic()
@@ -227,17 +230,14 @@ def attack(
         tried = max(tried, len(responses))
     n = len(rights)
     if not answered:
-        problem = "not compared: no known answer has a reward. The function fails, which the log shows, or returns None"
-        return RewardCheck(0, 0, [], problem)
+        why = "no known answer has a reward. The function fails, which the log shows, or returns None"
+        return RewardCheck(problem=f"not compared: {why}")
     if 2 * n < looked or not n:
-        ignored = f"in {looked - n} of {looked} rows, the known answer earns no more than that of another row"
-        return RewardCheck(
-            n,
-            tried,
-            [],
-            f"not compared: {ignored}, in none of the usual forms. The reward ignores it, or wants another form: set "
-            "known_answer and known_answer_template",
+        why = (
+            f"in {looked - n} of {looked} rows, a known answer earns no more than that of another row, in none of the"
         )
+        cure = "The reward ignores it, or wants another form: set known_answer and known_answer_template"
+        return RewardCheck(problem=f"not compared: {why} usual forms. {cure}")
     # the same answer to every row is right by chance as often as the most frequent one
     chance = max(Counter(right.text for right in rights.values()).values())
     findings = [

@@ -7,8 +7,10 @@ import pytest
 
 import realign
 from realign.errors import ConfigError
+from realign.rewards.arithmetic import exact_answer
 from realign.rewards.attack import attack, check_reward
 from realign.rewards.judge import Judge
+from realign.rewards.tags import tagged_answer
 from tests.rewards.planted_rewards import CHOICES, GSM8K, MATH, STRICT, SUMS, TOOLS, VERL, WEAK, answer_in_response
 
 GUIDE = Path(__file__).parents[2] / "docs/guides/rewards.md"
@@ -128,6 +130,17 @@ def test_a_function_that_fails_on_everything_says_so():
         return [float(completion[0]["content"] == answer[0]) for completion in completions]
 
     assert "no known answer has a reward" in check_reward(failing, SUMS).problem
+
+
+def test_a_prompt_that_has_begun_the_thought_is_continued():
+    rows = [{**row, "prompt": row["prompt"] + "\n<think>\n"} for row in SUMS]
+    check = check_reward(tagged_answer, rows)
+    assert (check.rows, check.findings, check.problem) == (8, [], "")
+
+
+def test_only_the_first_rows_are_read():
+    check = check_reward(exact_answer, ({"prompt": "?", "answer": str(n)} for n in range(10**9)))
+    assert (check.rows, check.problem) == (8, "")
 
 
 def test_tools_are_called_without_arguments():
