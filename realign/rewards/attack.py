@@ -233,9 +233,7 @@ def attack(
         why = "no known answer has a reward. The function fails, which the log shows, or returns None"
         return RewardCheck(problem=f"not compared: {why}")
     if 2 * n < looked or not n:
-        why = (
-            f"in {looked - n} of {looked} rows, a known answer earns no more than that of another row, in none of the"
-        )
+        why = f"in {looked - n} of {looked} rows, a known answer earns no more than that of another row, in none of the"
         cure = "The reward ignores it, or wants another form: set known_answer and known_answer_template"
         return RewardCheck(problem=f"not compared: {why} usual forms. {cure}")
     # the same answer to every row is right by chance as often as the most frequent one
