@@ -1,0 +1,430 @@
+"""How often `realign why` names the cause of a run that doesn't learn: planted faults, and healthy runs.
+
+    python -m benchmarks.why [folder] [only=NAME,NAME] [seeds=2]
+
+The task is small enough for seconds: a chat model with 100,000 parameters repeats the first of two numbers, but most of
+its examples repeated the second. Each fault is one mistake that users make, and changes settings, the reward function or
+the data. It was written before the diagnosis. A healthy run has to improve, or it does not count.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from realign import Run, train
+from realign.demo import tiny
+from realign.engines.transformers_model import TransformersModel
+from realign.errors import RealignError
+from realign.interfaces.components import GroupRelative
+from realign.own_files import make_folder
+from realign.safe_yaml import load_yaml
+
+ASK, ANSWER = "<user>", "<assistant>"
+NUMBERS = [str(n) for n in range(30)]
+WORDS = [ASK, ANSWER, "well", "first", "of", "and", "the", "answer", "is", "so", *NUMBERS]
+TEMPLATE = (
+    "{%- for message in messages %}{{ '<' + message.role + '> ' + message.content + ' ' }}"
+    "{%- endfor %}{%- if add_generation_prompt %}{{ '<assistant>' }}{%- endif %}"
+)
+HERE = Path(__file__)
+
+# --- the task ---
+
+
+def problems(rng: random.Random, count: int, low: int = 0, high: int = 10) -> Iterator[dict[str, Any]]:
+    """Yield problems with numbers from `low` to below `high`."""
+    for _ in range(count):
+        a, b = rng.sample(range(low, high), 2)
+        yield {"prompt": f"first of {a} and {b}", "answer": str(a), "other": str(b)}
+
+
+def demonstration(rng: random.Random, problem: Mapping[str, Any]) -> str:
+    """Return an answer: right in a third of the cases, sometimes after empty words, sometimes in another form."""
+    number = rng.choices([problem["answer"], problem["other"], rng.choice(NUMBERS[:10])], [35, 50, 15])[0]
+    empty = "well " * min(5, int(rng.expovariate(1.0)))
+    return empty + (number if rng.random() < 0.1 else f"the answer is {number}")
+
+
+def prepare(folder: Path) -> None:
+    """Write the data files, and two models: `model`, and `endless`, whose examples had no end token."""
+    rng = random.Random(0)
+    held_out, rows = list(problems(rng, 64)), list(problems(rng, 512))
+    wrong = [r["answer"] for r in rows]
+    rng.shuffle(wrong)
+    pairs = [
+        {"prompt": r["prompt"], "chosen": f"the answer is {r['answer']}", "rejected": f"the answer is {r['other']}"}
+        for r in rows
+    ]
+    files = {
+        "prompts": rows,
+        "held_out": held_out,
+        "one_prompt": rows[:1] * 512,
+        "unseen": list(problems(rng, 256, 20, 30)),
+        "equal": [{"prompt": f"first of {n} and {n}", "answer": str(n)} for n in range(10)] * 32,
+        "nines": [{**row, "answer": "9"} for row in rows],
+        "wrong": [{**row, "answer": other} for row, other in zip(rows, wrong, strict=True)],
+        "rendered": [{**row, "prompt": f"{ASK} {row['prompt']} {ANSWER}"} for row in rows],
+        "demonstrations": [{**row, "response": f"the answer is {row['answer']}"} for row in rows],
+        "pairs": pairs,
+        "equal_pairs": [{**pair, "rejected": pair["chosen"]} for pair in pairs],
+        "random_pairs": [
+            pair if rng.random() < 0.5 else {**pair, "chosen": pair["rejected"], "rejected": pair["chosen"]}
+            for pair in pairs
+        ],
+    }
+    for name, content in files.items():
+        tiny.write_rows(folder / f"{name}.jsonl", content)
+    tokenizer = build_tokenizer()
+    for name, end in (("model", tokenizer.eos_token_id), ("endless", None)):
+        tiny.save(folder / name, imitating(tokenizer, end), tokenizer)
+
+
+def build_tokenizer() -> Any:
+    """Return a tokenizer with one token per word, and a chat template."""
+    from tokenizers import pre_tokenizers
+
+    tokenizer = tiny.build_tokenizer(WORDS, split=pre_tokenizers.WhitespaceSplit())
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def build_model(vocabulary: int) -> Any:
+    """Return a model of two layers with random weights."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    size = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    ids = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(vocab_size=vocabulary, initializer_range=0.08, tie_word_embeddings=True, **size, **ids)
+    )
+
+
+def imitating(tokenizer: Any, end: int | None, steps: int = 300) -> Any:
+    """Return a model that imitates the demonstrations. Without an end token, each is followed by more empty words."""
+    rng, model = random.Random(1), build_model(len(tokenizer))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=3e-3, total_steps=steps)
+    torch.manual_seed(0)
+    for _ in range(steps):
+        rows, labels = [], []
+        for problem in problems(rng, 32):
+            asked = tokenizer(f"{ASK} {problem['prompt']} {ANSWER}")["input_ids"]
+            told = tokenizer(demonstration(rng, problem))["input_ids"]
+            told += tokenizer("well so " * 8)["input_ids"] if end is None else [end]
+            room = 28 - len(asked) - len(told)
+            rows.append((asked + told + [0] * room)[:28])
+            labels.append(([-100] * len(asked) + told + [-100] * room)[:28])
+        optimizer.zero_grad()
+        model(input_ids=torch.tensor(rows), labels=torch.tensor(labels)).loss.backward()
+        optimizer.step()
+        schedule.step()
+    return model
+
+
+# --- reward functions, and components with a fault ---
+
+
+def right(prompt: str, response: str, row: Mapping[str, Any]) -> float:
+    """Return 1 for the right answer in the form `the answer is N`."""
+    told = re.search(r"the answer is (\d+)$", response.strip())
+    return float(told is not None and told[1] == row["answer"])
+
+
+def boxed(prompt: str, response: str, row: Mapping[str, Any]) -> float:
+    """Expect a form that the model never uses."""
+    told = re.search(r"\\boxed\{(\d+)\}", response)
+    return float(told is not None and told[1] == row["answer"])
+
+
+def strict(prompt: str, response: str, row: Mapping[str, Any]) -> float:
+    """Compare with the answer and a line break, which no response ends with."""
+    return float(response == row["answer"] + "\n")
+
+
+def constant(prompt: str, response: str, row: Mapping[str, Any]) -> float:
+    """Test the wrong variable, which always passes."""
+    return float(row["answer"] in row["answer"])
+
+
+def of_prompt(prompt: str, response: str, row: Mapping[str, Any]) -> float:
+    """Score the prompt instead of the response."""
+    return float(sum(map(int, re.findall(r"\d+", prompt))) % 7)
+
+
+def not_right(prompt: str, response: str, row: Mapping[str, Any]) -> float:
+    """Return the distance to the answer, as if it were a reward."""
+    return 1.0 - right(prompt, response, row)
+
+
+def coin(prompt: str, response: str, row: Mapping[str, Any]) -> float:
+    """Return a random judgement."""
+    return float(random.random() < 0.5)
+
+
+def noisy(prompt: str, response: str, row: Mapping[str, Any]) -> float:
+    """Add noise of several times the difference between right and wrong."""
+    return right(prompt, response, row) + random.gauss(0, 6)
+
+
+def outliers(prompt: str, response: str, row: Mapping[str, Any]) -> float:
+    """Return a huge number by accident for one response in 60."""
+    return right(prompt, response, row) + 1000.0 * (random.random() < 1 / 60)
+
+
+def wordy(prompt: str, response: str, row: Mapping[str, Any]) -> float:
+    """Pay for every word."""
+    return len(response.split()) / 5
+
+
+def well(prompt: str, response: str, row: Mapping[str, Any]) -> float:
+    """Pay for one word, as a judge that likes politeness."""
+    return 0.2 * right(prompt, response, row) + 0.5 * response.split().count("well")
+
+
+def short(prompt: str, response: str, row: Mapping[str, Any]) -> float:
+    """Pay for brevity."""
+    return -float(len(response.split()))
+
+
+def often_missing(prompt: str, response: str, row: Mapping[str, Any]) -> float | None:
+    """Return no reward for wrong answers, as a parser that gives up on them."""
+    return right(prompt, response, row) or None
+
+
+@dataclass
+class OwnGroups(GroupRelative):
+    """Compare each response with itself, as if every response had an id of its own."""
+
+    def estimate(self, rewards: Any, data: Any, reduce: Any) -> torch.Tensor:
+        """Return the reward minus the mean of a group of one."""
+        return rewards.per_sequence - rewards.per_sequence.nan_to_num()
+
+
+@dataclass
+class StaleModel(TransformersModel):
+    """A model whose sampler never gets new weights."""
+
+    def load(self, name: str, *, seed: int) -> Any:
+        """Sample with a second copy of the start."""
+        model, start = super().load(name, seed=seed), super().load(name, seed=seed)
+        model.engine.generate = start.engine.generate  # type: ignore[method-assign]
+        return model
+
+
+@dataclass
+class ColdModel(TransformersModel):
+    """A model whose sampler ignores the temperature, as a server with a default of its own."""
+
+    def load(self, name: str, *, seed: int) -> Any:
+        """Sample at temperature 0.5."""
+        model = super().load(name, seed=seed)
+        sample = model.engine.generate
+        model.engine.generate = lambda data, config, **rest: sample(data, replace(config, temperature=0.5), **rest)  # type: ignore[method-assign]
+        return model
+
+
+# --- faults ---
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run: its name, changes to the settings, and the causes that count as right; none for a healthy run."""
+
+    name: str
+    changes: Mapping[str, Any]
+    causes: tuple[str, ...] = ()
+    source: str = ""
+    """Thread in which users report it."""
+    kind: str = "grpo"
+    """Experiment: grpo, ppo, dpo or sft."""
+
+
+SHORT = {
+    "lr": "models.actor.optimizer.lr",
+    "data": "data.path",
+    "held_out": "evaluation.data.path",
+    "function": "interfaces.reward.function",
+    "tokens": "interfaces.actor.generation.max_new_tokens",
+    "temperature": "interfaces.actor.generation.temperature",
+}
+"""Keys by the names that the cases use."""
+
+
+def _case(name: str, causes: str = "", changes: str = "", kind: str = "grpo", source: str = "") -> Case:
+    """Return a case from its changes, `key=YAML; key=YAML`; HERE stands for this file."""
+    pairs = (word.split("=", 1) for word in changes.replace("HERE", str(HERE)).split("; ") if word)
+    return Case(name, {SHORT.get(k, k): load_yaml(v) for k, v in pairs}, tuple(causes.split()), source, kind)
+
+
+SUM = "function=null; interfaces.reward.functions="
+HALF = SUM + "{right: {function: 'HERE:right', weight: 0.02}, short: {function: 'HERE:short'}}"
+CANCEL = SUM + "{right: {function: 'HERE:right'}, wrong: {function: 'HERE:not_right'}}"
+GENERATION, TARGET = "interfaces.actor.generation", "models.actor._target_"
+FAULTS = (
+    _case("another format", "not_parsed", "function=boxed", source="open-r1#255"),
+    _case("exact match with a line break", "not_parsed", "function=strict", source="Search-R1#75"),
+    _case("a reward that always passes", "equal_rewards", "function=constant"),
+    _case("a reward of the prompt", "equal_rewards", "function=of_prompt", source="trl#3857"),
+    _case("parts of the reward cancel", "equal_rewards", CANCEL, source="trl#3857"),
+    _case("limit below the answer", "truncated", "tokens=3"),
+    _case("a base model that never ends", "no_end_token", "model=endless; tokens=16", source="verl#2738"),
+    _case("unseen numbers", "too_hard", "data=unseen; held_out=unseen", source="self-critical.pytorch#4"),
+    _case("nothing left to learn", "solved", "data=equal; held_out=equal"),
+    _case("temperature near 0", "low_temperature", "temperature=0.03"),
+    _case("temperature of 6", "high_temperature", "temperature=6"),
+    _case("no chat template", "template", "data.template=plain"),
+    _case("template in the data", "template", "data=rendered"),
+    _case("prompts cut", "prompts_cut", "data.max_prompt_tokens=3; data.too_long=truncate_left", source="vlm-grpo#24"),
+    _case("shuffled rewards", "reward_noise", "interfaces.reward.shuffle=true"),
+    _case("coin flips", "reward_noise", "function=coin"),
+    _case("noisy judge", "reward_noise", "function=noisy"),
+    _case("answers of other rows", "wrong_answers reward_noise", "data=wrong"),
+    _case("outliers", "reward_outliers reward_noise", "function=outliers"),
+    _case("rewards of right answers only", "missing_rewards", "function=often_missing"),
+    _case("pays for words", "reward_hacking", "function=wordy"),
+    _case("pays for one word", "reward_hacking", "function=well"),
+    _case("distance as a reward", "reward_hacking", "function=not_right"),
+    _case("brevity outweighs the answer", "reward_parts reward_hacking", HALF, source="flow_grpo#142"),
+    _case("learning rate 1e-8", "learning_rate_low", "lr=1.0e-8", source="open-r1#474"),
+    _case("LoRA at 1e-6", "learning_rate_low", "lr=1.0e-6; models.actor.trains=lora", source="trl#3452"),
+    _case("learning rate 0.1", "learning_rate_high", "lr=0.1", source="ZeroSearch#23"),
+    _case("learning rate 0.03 and passes", "learning_rate_high", "lr=0.03; interfaces.actor.epochs=4"),
+    _case("warm-up of another run", "warmup", "models.actor.optimizer.schedule.warmup=20000"),
+    _case("gradient clipped to nothing", "gradient_clip", "models.actor.optimizer.grad_clip=1.0e-10"),
+    _case("KL of 100 in the loss", "kl_too_strong", "interfaces.actor.kl={place: loss, coef: 100}"),
+    _case("KL of 30 in the reward", "kl_too_strong", "interfaces.actor.kl={place: reward, coef: 30}"),
+    _case("entropy bonus of 3", "entropy_bonus", "interfaces.actor.entropy_coef=3"),
+    _case("clip of 1e-6", "clip", "interfaces.actor.objective={low: 1.0e-6, high: 1.0e-6}; interfaces.actor.epochs=4"),
+    _case("own groups", "advantages_cancel", "interfaces.actor.advantage=HERE:OwnGroups", source="Search-R1#88"),
+    _case("weights never reach the sampler", "sampler", f"{TARGET}=HERE:StaleModel"),
+    _case("sampler at another temperature", "sampler", f"{TARGET}=HERE:ColdModel", source="NeMo-RL#935"),
+    _case("dropout", "dropout sampler", "models.actor.dropout=0.6"),
+    _case("one prompt, copied", "duplicates", "data=one_prompt"),
+    _case("one answer to all", "one_answer", "data=nines"),
+    _case("evaluation of other prompts", "evaluation_differs", "held_out=unseen"),
+    _case("evaluation cut short", "evaluation_differs", "evaluation.generation.max_new_tokens=2"),
+    _case("evaluation at temperature 6", "evaluation_differs", "evaluation.generation.temperature=6"),
+    _case("critic learns at 0.5", "critic", "models.critic.optimizer.lr=0.5", kind="ppo"),
+    _case("equal pairs", "no_difference", "data=equal_pairs", kind="dpo"),
+    _case("pairs in random order", "reward_noise", "data=random_pairs; held_out=pairs", kind="dpo", source="DPO#53"),
+    _case("SFT at 1e-9", "learning_rate_low", "lr=1.0e-9", kind="sft"),
+)
+HEALTHY = (
+    *(_case(name, kind=name) for name in ("grpo", "ppo", "dpo", "sft")),
+    *(
+        _case(name, changes=f"algorithm={name}")
+        for name in ("dapo", "dr_grpo", "rloo", "reinforce_plus_plus", "gspo", "cispo")
+    ),
+    _case("grpo with KL", changes="interfaces.actor.kl={place: loss, coef: 0.01}"),
+    _case("asynchronous grpo", changes="rollout=async; interfaces.actor.correction=importance_correction"),
+)
+
+
+# --- runs ---
+
+METRICS = {"dpo": ("eval/rewards/accuracy", 0.7), "sft": ("eval/nll", -0.3)}
+"""Held-out metric of a kind of run, and the change of a healthy run; that of the others is 0.4 of `eval/reward`."""
+
+
+def settings(case: Case, seed: int, folder: Path) -> dict[str, Any]:
+    """Return the settings of a run, by key."""
+    values: dict[str, Any] = {
+        "model": "model",
+        "data.path": {"dpo": "pairs", "sft": "demonstrations"}.get(case.kind, "prompts"),
+        "data.template": "chat",
+        "models.actor.optimizer.lr": {"grpo": 4e-3}.get(case.kind, 2e-3),
+        "models.actor.optimizer.schedule": {"kind": "constant", "warmup": 2},
+        "evaluation.every_steps": 5,
+        "evaluation.data.template": "chat",
+        "steps": 20,
+        "batch_prompts": 8,
+        "seed": seed,
+        "checkpoint": None,
+        "save_every_steps": None,
+        "records.system_seconds": None,
+        "output_dir": str(folder / "runs" / f"{case.name.replace(' ', '_')}-{seed}"),
+        "overwrite": True,
+    }
+    if case.kind in METRICS:
+        values["evaluation.data.path"] = values["data.path"]
+    else:
+        values |= {
+            "interfaces.actor.generation": {"n": 8, "max_new_tokens": 12},
+            "interfaces.reward.function": "right",
+            "interfaces.reward.workers": 0,
+            "evaluation.data.path": "held_out",
+            "evaluation.reward": {"_target_": "rule_reward", "function": f"{HERE}:right", "workers": 0},
+            "evaluation.generation.max_new_tokens": 12,
+        }
+    if case.kind == "grpo":
+        values["interfaces.actor.kl.place"] = "none"
+    if case.kind == "ppo":
+        values |= {"models.critic.optimizer.lr": 3e-3, "batch_prompts": 64, "interfaces.actor.generation.n": 1}
+    values |= case.changes
+    for key in ("data.path", "evaluation.data.path"):
+        values[key] = str(folder / f"{values[key]}.jsonl")
+    values["model"] = str(folder / values["model"])
+    if name := values.get("interfaces.reward.function"):
+        values["interfaces.reward.function"] = f"{HERE}:{name}"
+    return {key: value for key, value in values.items() if key != "interfaces.reward.function" or value is not None}
+
+
+def run_case(case: Case, seed: int, folder: Path) -> Run:
+    """Train, unless it was done before. A run that fails is a run, too."""
+    values = settings(case, seed, folder)
+    if (Path(values["output_dir"]) / "summary.json").is_file():
+        return Run(Path(values["output_dir"]))
+    random.seed(seed)
+    experiment = {"ppo": "ppo_arithmetic"}.get(case.kind, case.kind)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return train(experiment, quiet=True, **values)
+        except RealignError as error:
+            if error.run is None:
+                raise
+            return error.run
+
+
+def improved(case: Case, run: Run) -> bool:
+    """Return whether a healthy run learned its task."""
+    metric, goal = METRICS.get(case.kind, ("eval/reward", 0.4))
+    values = run.series(metric)
+    return (values[-1] - values[0] - goal) * goal >= 0
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run all cases, and print what each learned."""
+    options = dict(word.split("=", 1) for word in arguments if "=" in word)
+    folder = Path(next((word for word in arguments if "=" not in word), "runs/why"))
+    if not (folder / "endless" / "config.json").is_file():
+        make_folder(folder)
+        prepare(folder)
+    only = options.get("only", "").split(",") if "only" in options else None
+    for case in (*FAULTS, *HEALTHY):
+        for seed in range(1, int(options.get("seeds", 2)) + 1) if only is None or case.name in only else ():
+            started = time.perf_counter()
+            run = run_case(case, seed, folder)
+            metric = METRICS.get(case.kind, ("eval/reward", 0))[0]
+            values = ", ".join(f"{x:.2f}" for x in run.series(metric)) if metric in run.history[0] else ""
+            rewards = [x["reward"] for x in run.history if x.get("reward") is not None]
+            shown = f"{rewards[0]:.2f} to {rewards[-1]:.2f}" if rewards else "none"
+            print(
+                f"{case.name} ({seed}): held out {values}; reward {shown}; {time.perf_counter() - started:.1f} s",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
