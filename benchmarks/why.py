@@ -2,8 +2,8 @@
 
     python -m benchmarks.why [folder] [only=NAME,NAME] [seeds=2]
 
-The task is small enough for seconds: a chat model with 100,000 parameters repeats the first of two numbers, but most of
-its examples repeated the second. Each fault is one mistake that users make, and changes settings, the reward function or
+The task is small enough for seconds: a chat model with 100,000 parameters repeats the first of two numbers, and most
+of its examples repeated the second. Each fault is one mistake that users make, and changes settings, the reward function or
 the data. It was written before the diagnosis. A healthy run has to improve, or it does not count.
 """
 
@@ -12,7 +12,6 @@ from __future__ import annotations
 import random
 import re
 import sys
-import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -70,7 +69,6 @@ def prepare(folder: Path) -> None:
         "held_out": held_out,
         "one_prompt": rows[:1] * 512,
         "unseen": list(problems(rng, 256, 20, 30)),
-        "equal": [{"prompt": f"first of {n} and {n}", "answer": str(n)} for n in range(10)] * 32,
         "nines": [{**row, "answer": "9"} for row in rows],
         "wrong": [{**row, "answer": other} for row, other in zip(rows, wrong, strict=True)],
         "rendered": [{**row, "prompt": f"{ASK} {row['prompt']} {ANSWER}"} for row in rows],
@@ -272,53 +270,63 @@ HALF = SUM + "{right: {function: 'HERE:right', weight: 0.02}, short: {function: 
 CANCEL = SUM + "{right: {function: 'HERE:right'}, wrong: {function: 'HERE:not_right'}}"
 GENERATION, TARGET = "interfaces.actor.generation", "models.actor._target_"
 FAULTS = (
-    _case("another format", "not_parsed", "function=boxed", source="open-r1#255"),
-    _case("exact match with a line break", "not_parsed", "function=strict", source="Search-R1#75"),
-    _case("a reward that always passes", "equal_rewards", "function=constant"),
-    _case("a reward of the prompt", "equal_rewards", "function=of_prompt", source="trl#3857"),
-    _case("parts of the reward cancel", "equal_rewards", CANCEL, source="trl#3857"),
+    _case("another format", "not-parsed", "function=boxed", source="open-r1#255"),
+    _case("exact match with a line break", "not-parsed", "function=strict", source="Search-R1#75"),
+    _case("a reward that always passes", "equal-rewards", "function=constant"),
+    _case("a reward of the prompt", "equal-rewards", "function=of_prompt", source="trl#3857"),
+    _case("parts of the reward cancel", "equal-rewards", CANCEL, source="trl#3857"),
     _case("limit below the answer", "truncated", "tokens=3"),
-    _case("a base model that never ends", "no_end_token", "model=endless; tokens=16", source="verl#2738"),
-    _case("unseen numbers", "too_hard", "data=unseen; held_out=unseen", source="self-critical.pytorch#4"),
-    _case("nothing left to learn", "solved", "data=equal; held_out=equal"),
-    _case("temperature near 0", "low_temperature", "temperature=0.03"),
-    _case("temperature of 6", "high_temperature", "temperature=6"),
-    _case("no chat template", "template", "data.template=plain"),
-    _case("template in the data", "template", "data=rendered"),
-    _case("prompts cut", "prompts_cut", "data.max_prompt_tokens=3; data.too_long=truncate_left", source="vlm-grpo#24"),
-    _case("shuffled rewards", "reward_noise", "interfaces.reward.shuffle=true"),
-    _case("coin flips", "reward_noise", "function=coin"),
-    _case("noisy judge", "reward_noise", "function=noisy"),
-    _case("answers of other rows", "wrong_answers reward_noise", "data=wrong"),
-    _case("outliers", "reward_outliers reward_noise", "function=outliers"),
-    _case("rewards of right answers only", "missing_rewards", "function=often_missing"),
-    _case("pays for words", "reward_hacking", "function=wordy"),
-    _case("pays for one word", "reward_hacking", "function=well"),
-    _case("distance as a reward", "reward_hacking", "function=not_right"),
-    _case("brevity outweighs the answer", "reward_parts reward_hacking", HALF, source="flow_grpo#142"),
-    _case("learning rate 1e-8", "learning_rate_low", "lr=1.0e-8", source="open-r1#474"),
-    _case("LoRA at 1e-6", "learning_rate_low", "lr=1.0e-6; models.actor.trains=lora", source="trl#3452"),
-    _case("learning rate 0.1", "learning_rate_high", "lr=0.1", source="ZeroSearch#23"),
-    _case("learning rate 0.03 and passes", "learning_rate_high", "lr=0.03; interfaces.actor.epochs=4"),
+    _case("a base model that never ends", "no-end-token", "model=endless; tokens=16", source="verl#2738"),
+    _case("unseen numbers", "too-hard", "data=unseen; held_out=unseen", source="self-critical.pytorch#4"),
+    _case("temperature near 0", "equal-responses", "temperature=0.03"),
+    _case("temperature of 6", "high-temperature", "temperature=6"),
+    _case("no chat template", "template-missing", "data.template=plain"),
+    _case("template in the data", "template-twice", "data=rendered"),
+    _case("prompts cut", "prompts-cut", "data.max_prompt_tokens=3; data.too_long=truncate_left", source="vlm-grpo#24"),
+    _case("shuffled rewards", "shuffled", "interfaces.reward.shuffle=true"),
+    _case("coin flips", "reward-noise", "function=coin"),
+    _case("noisy judge", "reward-noise", "function=noisy"),
+    _case("answers of other rows", "wrong-answers reward-noise", "data=wrong"),
+    _case("outliers", "reward-outliers reward-noise", "function=outliers"),
+    _case("rewards of right answers only", "missing-rewards", "function=often_missing"),
+    _case("pays for words", "reward-hacking", "function=wordy"),
+    _case("pays for one word", "reward-hacking", "function=well"),
+    _case("distance as a reward", "reward-hacking", "function=not_right"),
+    _case("brevity outweighs the answer", "reward-parts reward-hacking", HALF, source="flow_grpo#142"),
+    _case("learning rate 1e-8", "learning-rate-low", "lr=1.0e-8", source="open-r1#474"),
+    _case("LoRA at 1e-6", "learning-rate-low", "lr=1.0e-6; models.actor.trains=lora", source="trl#3452"),
+    _case("learning rate 0.1", "learning-rate-high", "lr=0.1", source="ZeroSearch#23"),
+    _case("learning rate 0.03 and passes", "learning-rate-high", "lr=0.03; interfaces.actor.epochs=4"),
     _case("warm-up of another run", "warmup", "models.actor.optimizer.schedule.warmup=20000"),
-    _case("gradient clipped to nothing", "gradient_clip", "models.actor.optimizer.grad_clip=1.0e-10"),
-    _case("KL of 100 in the loss", "kl_too_strong", "interfaces.actor.kl={place: loss, coef: 100}"),
-    _case("KL of 30 in the reward", "kl_too_strong", "interfaces.actor.kl={place: reward, coef: 30}"),
-    _case("entropy bonus of 3", "entropy_bonus", "interfaces.actor.entropy_coef=3"),
+    _case("gradient clipped to nothing", "gradient-clip", "models.actor.optimizer.grad_clip=1.0e-10"),
+    _case("KL of 100 in the loss", "kl-too-strong", "interfaces.actor.kl={place: loss, coef: 100}"),
+    _case("KL of 30 in the reward", "kl-too-strong", "interfaces.actor.kl={place: reward, coef: 30}"),
+    _case("entropy bonus of 3", "entropy-bonus", "interfaces.actor.entropy_coef=3"),
     _case("clip of 1e-6", "clip", "interfaces.actor.objective={low: 1.0e-6, high: 1.0e-6}; interfaces.actor.epochs=4"),
-    _case("own groups", "advantages_cancel", "interfaces.actor.advantage=HERE:OwnGroups", source="Search-R1#88"),
-    _case("weights never reach the sampler", "sampler", f"{TARGET}=HERE:StaleModel"),
-    _case("sampler at another temperature", "sampler", f"{TARGET}=HERE:ColdModel", source="NeMo-RL#935"),
+    _case(
+        "own groups",
+        "advantages-cancel",
+        "interfaces.actor.advantage={_target_: 'benchmarks.why.OwnGroups'}",
+        source="Search-R1#88",
+    ),
+    _case("weights never reach the sampler", "sampler-stale", f"{TARGET}=benchmarks.why.StaleModel"),
+    _case("sampler at another temperature", "sampler", f"{TARGET}=benchmarks.why.ColdModel", source="NeMo-RL#935"),
     _case("dropout", "dropout sampler", "models.actor.dropout=0.6"),
     _case("one prompt, copied", "duplicates", "data=one_prompt"),
-    _case("one answer to all", "one_answer", "data=nines"),
-    _case("evaluation of other prompts", "evaluation_differs", "held_out=unseen"),
-    _case("evaluation cut short", "evaluation_differs", "evaluation.generation.max_new_tokens=2"),
-    _case("evaluation at temperature 6", "evaluation_differs", "evaluation.generation.temperature=6"),
+    _case("one answer to all", "one-answer", "data=nines"),
+    _case("evaluation of other prompts", "evaluation-differs", "held_out=unseen"),
+    _case(
+        "evaluation cut short", "evaluation-differs", "evaluation.generation={max_new_tokens: 2, temperature: 1, n: 4}"
+    ),
+    _case(
+        "evaluation at temperature 6",
+        "evaluation-differs",
+        "evaluation.generation={max_new_tokens: 12, temperature: 6, n: 4}",
+    ),
     _case("critic learns at 0.5", "critic", "models.critic.optimizer.lr=0.5", kind="ppo"),
-    _case("equal pairs", "no_difference", "data=equal_pairs", kind="dpo"),
-    _case("pairs in random order", "reward_noise", "data=random_pairs; held_out=pairs", kind="dpo", source="DPO#53"),
-    _case("SFT at 1e-9", "learning_rate_low", "lr=1.0e-9", kind="sft"),
+    _case("equal pairs", "equal-pairs", "data=equal_pairs", kind="dpo"),
+    _case("pairs in random order", "random-pairs", "data=random_pairs; held_out=pairs", kind="dpo", source="DPO#53"),
+    _case("SFT at 1e-9", "learning-rate-low", "lr=1.0e-9", kind="sft"),
 )
 HEALTHY = (
     *(_case(name, kind=name) for name in ("grpo", "ppo", "dpo", "sft")),
@@ -365,7 +373,7 @@ def settings(case: Case, seed: int, folder: Path) -> dict[str, Any]:
             "interfaces.reward.workers": 0,
             "evaluation.data.path": "held_out",
             "evaluation.reward": {"_target_": "rule_reward", "function": f"{HERE}:right", "workers": 0},
-            "evaluation.generation.max_new_tokens": 12,
+            "evaluation.generation": {"max_new_tokens": 12, "temperature": 1.0, "n": 4},
         }
     if case.kind == "grpo":
         values["interfaces.actor.kl.place"] = "none"
@@ -405,25 +413,34 @@ def improved(case: Case, run: Run) -> bool:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run all cases, and print what each learned."""
+    """Run all cases, and print what is said about each."""
     options = dict(word.split("=", 1) for word in arguments if "=" in word)
     folder = Path(next((word for word in arguments if "=" not in word), "runs/why"))
     if not (folder / "endless" / "config.json").is_file():
         make_folder(folder)
         prepare(folder)
-    only = options.get("only", "").split(",") if "only" in options else None
-    for case in (*FAULTS, *HEALTHY):
-        for seed in range(1, int(options.get("seeds", 2)) + 1) if only is None or case.name in only else ():
-            started = time.perf_counter()
+    only = options["only"].split(",") if "only" in options else None
+    first = among = accused = 0
+    cases = [case for case in (*FAULTS, *HEALTHY) if only is None or case.name in only]
+    seeds = range(1, int(options.get("seeds", 2)) + 1)
+    for case in cases:
+        for seed in seeds:
             run = run_case(case, seed, folder)
-            metric = METRICS.get(case.kind, ("eval/reward", 0))[0]
-            values = ", ".join(f"{x:.2f}" for x in run.series(metric)) if metric in run.history[0] else ""
-            rewards = [x["reward"] for x in run.history if x.get("reward") is not None]
-            shown = f"{rewards[0]:.2f} to {rewards[-1]:.2f}" if rewards else "none"
-            print(
-                f"{case.name} ({seed}): held out {values}; reward {shown}; {time.perf_counter() - started:.1f} s",
-                flush=True,
+            diagnosis = run.why()
+            named = [cause.name for cause in diagnosis.causes]
+            first += bool(named) and named[0] in case.causes
+            among += bool(set(named) & set(case.causes))
+            accused += not case.causes and bool(named)
+            mark = (
+                "ok"
+                if (named[:1] == [n for n in named[:1] if n in case.causes]) and bool(named) == bool(case.causes)
+                else "--"
             )
+            progress = "" if case.causes or improved(case, run) else " (did not improve, does not count)"
+            print(f"{mark} {case.name} ({seed}): {', '.join(named) or 'healthy'}{progress}", flush=True)
+    faults = sum(bool(case.causes) for case in cases) * len(seeds)
+    healthy = len(cases) * len(seeds) - faults
+    print(f"{first} of {faults} first, {among} among three; {accused} of {healthy} healthy runs accused")
 
 
 if __name__ == "__main__":

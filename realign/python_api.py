@@ -46,10 +46,12 @@ from realign.config.words import TARGET
 from realign.console import lasting_console
 from realign.errors import ConfigError, DataError, RealignError, RunComplete
 from realign.own_files import OwnFiles, move, open_new, refuse_link, remove_scratch
+from realign.records.diagnosis import Diagnosis, Symptom, diagnosis_of
 from realign.records.metrics.samples import as_one_line
+from realign.records.record_files import METRICS, json_lines
 from realign.report.compare import comparison
 from realign.report.data import status
-from realign.report.files import METRICS, check_run, json_lines, run_info, summary
+from realign.report.files import check_run, run_info, summary
 from realign.report.page import write_report
 from realign.rewards.pool.functions import SessionFunction, source_of
 from realign.runtime import Experiment
@@ -165,6 +167,14 @@ class Run:
             line = f"step {sample['step']}: reward {reward}  {as_one_line(sample)}"
             output.print(line, markup=False, highlight=False, soft_wrap=True)
         return Samples(shown)
+
+    def why(self, *symptoms: Symptom) -> Diagnosis:
+        """Return what keeps the run from learning, as `realign why` prints it.
+
+        Args:
+            symptoms: Symptoms of your own: callables that get the `RunRecords`, and return a `Cause` or None.
+        """
+        return diagnosis_of(self.folder, symptoms)
 
     def save(self, folder: _StrPath) -> Path:
         """Write the trained model to a new folder with a model card, which transformers and vLLM load.

@@ -67,6 +67,7 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
         "report": Command("cli.report:report", ("out",), "realign.report.data.ReportOptions"),
         "view": Command("cli.report:view", (), "realign.report.server.ViewOptions"),
         "compare": Command("cli.report:compare"),
+        "why": Command("cli.report:why"),
         "replay": Command("time_machine.commands:replay", ("out", "break_in", "rescore", "tolerance")),
         "fork": Command("time_machine.commands:fork_words"),
         "bisect": Command("time_machine.commands:bisect", ("run", "tolerance")),

@@ -8,7 +8,7 @@ import shutil
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,12 @@ from transformers.utils.logging import disable_progress_bar
 
 from realign.api import SequenceSample
 from realign.api.memory import RoleMemory
-from realign.api.rewards import Verifier, total_rewards
-from realign.cells import answers_of
+from realign.api.rewards import Verifier
 from realign.cli.train import build_experiment_of, print_derived
 from realign.draw import to_text
 from realign.engines.shared_model import shared_roles
-from realign.errors import DataError, RewardError
+from realign.errors import RewardError
+from realign.records.diagnosis import RunRecords, diagnose
 from realign.records.metrics.samples import as_one_line, show_row
 from realign.rewards.attack import READ, RewardCheck, attack
 from realign.runtime import Experiment, LocalRuntime
@@ -152,11 +152,12 @@ def preflight(experiment: Experiment, console: Console) -> None:
         batch = _run_calls(runtime)
         say(f"\nTwo prompts through every call except training\n{batch!r}")
         shown: Counter[str] = Counter()
-        for record in runtime.readable(batch, ROWS):
+        records = runtime.readable(batch, ROWS)
+        for record in records:
             shown[record["id"]] += 1
             if shown[record["id"]] <= RESPONSES:
                 say(f"  {as_one_line(record)}: reward {record['reward']}")
-        _warn_of_equal_rewards(runtime, batch)
+        _warn_of_equal_rewards(runtime, records, batch)
 
 
 def print_memory(console: Console, devices: Sequence[DeviceEstimate], prompt: int) -> None:
@@ -241,43 +242,15 @@ def _attack(runtime: LocalRuntime, role: str, verifier: Verifier) -> RewardCheck
     return found
 
 
-def _warn_of_equal_rewards(runtime: LocalRuntime, batch: SequenceSample) -> None:
-    """Warn if all sampled responses fail alike, with a reward of 0 or less: nothing distinguishes better ones."""
-    sampling = [rpc.model for rpc in runtime.graph.leading_to("rewards") if rpc.method == "generate"]
-    if not sampling or "rewards" not in batch:
-        return
-    rewards_S = total_rewards(batch)
-    worst = float(rewards_S.max())
-    if worst <= 0 and bool((rewards_S == worst).all()):
-        causes = "".join(f"{cause}. " for cause in causes_of_failure(batch, runtime.models[sampling[0]].tokenizer))
-        warnings.warn(
-            f"All {len(rewards_S)} sampled responses have reward {worst:g}: a run would learn nothing from such "
-            f"prompts. {causes}Read the responses above. If the format is wrong, change the prompt or start from an "
-            "SFT model; if the task is too hard, use easier prompts or a reward with partial credit.",
-            stacklevel=2,
-        )
-
-
-def causes_of_failure(batch: SequenceSample, tokenizer: Any) -> Iterator[str]:
-    """Yield what the responses show about why they have no reward."""
-    sequences = zip(batch.sequences("input_ids"), batch.sequences("prompt_mask"), strict=True)
-    responses = [ids[~given].tolist() for ids, given in sequences]
-    # the last token ends a response
-    special = {i for ids in responses for i in ids[:-1]} & {*tokenizer.all_special_ids}
-    if special:
-        shown = ", ".join(map(repr, tokenizer.convert_ids_to_tokens(sorted(special)[:3])))
-        yield (
-            f"Reward functions do not see the special tokens of the responses, such as {shown}, unless you set "
-            "special_tokens=true for them (docs/guides/rewards.md#several-functions)"
-        )
-    elif "truncated" in batch and (cut := int(batch["truncated"].sum())):
-        yield f"{cut} are cut off: raise max_new_tokens"
-    texts, rows = tokenizer.batch_decode(responses, skip_special_tokens=True), batch.metadata.get("row", ())
-    for owner, text in zip(batch.group_index().tolist(), texts, strict=True):
-        with suppress(DataError, LookupError):
-            if answer := next((a for a in answers_of(rows[owner]["answer"]) if a in text), ""):
-                yield f"A response has the answer {answer!r} of its row: check which format the reward function expects"
-                return
+def _warn_of_equal_rewards(runtime: LocalRuntime, records: Sequence[Mapping[str, Any]], batch: SequenceSample) -> None:
+    """Warn if all sampled responses fail alike, in the words of `realign why`."""
+    step = {"step": 1, "zero_std_fraction": 1.0}
+    if "truncated" in batch:
+        step["truncated_fraction"] = float(batch["truncated"].float().mean())
+    run = RunRecords([step], runtime.experiment.resolved or {}, records)
+    if run.fails_alike:
+        for cause in diagnose(run).causes:
+            warnings.warn(cause.text(), stacklevel=2)
 
 
 def _longest_of_data(runtime: LocalRuntime) -> int | None:

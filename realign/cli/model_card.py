@@ -14,7 +14,8 @@ import yaml
 from realign.config.trees import get
 from realign.models.files.adapters import AdapterFolder
 from realign.models.files.model_folder import read_object
-from realign.report.files import json_lines, number, yaml_object
+from realign.records.record_files import json_lines, yaml_object
+from realign.report.files import number
 from realign.secrets import redact_text, secret_variables
 from realign.text import visible
 from realign.version import installed_version

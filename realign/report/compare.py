@@ -19,8 +19,8 @@ from rich.table import Table
 from rich.text import Text
 
 from realign.records.metrics.shown_metrics import number
+from realign.records.record_files import METRICS, json_lines
 from realign.report.data import run_data
-from realign.report.files import METRICS, json_lines
 from realign.report.page import unique_keys
 from realign.runtime.run_report import duration, parent_of
 from realign.text import visible

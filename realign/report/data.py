@@ -9,27 +9,23 @@ import socket
 import threading
 import time
 from array import array
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import takewhile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 
-from realign.report.files import (
+from realign.records.diagnosis import diagnosis_of
+from realign.records.record_files import (
     METRICS,
-    flat_config,
     json_lines,
     json_object,
     lines,
-    number,
     open_or_empty,
     parse_object,
-    run_info,
-    summary,
-    usable,
 )
+from realign.report.files import flat_config, number, run_info, summary, usable
 from realign.settings import Range, Settings
 
 _POINTS = 600
@@ -44,8 +40,6 @@ _LONGEST_TEXT = 4_000
 """Maximum length of a prompt or response, in characters; its middle is omitted."""
 MOST_NAMES = 2_000
 """Maximum number of metrics; the others are left out."""
-_LASTING = 3
-"""Points at the end of a curve that must look wrong for an alert."""
 _QUIET_S = 300.0
 """Seconds without a new record after which a run on another machine counts as ended."""
 
@@ -86,7 +80,7 @@ def run_data(
         "summary": end,
         "config": flat_config(folder / "config.yaml"),
         "metrics": curves,
-        "alerts": alerts(curves),
+        "diagnosis": _diagnosis(folder),
         "steps_of": {
             name: [len({x.get("step") for x in some}) for some in (shown[name], records[name])] for name in _SHARES
         },
@@ -115,7 +109,7 @@ def run_line(folder: Path, key: str, metrics: Metrics | None = None) -> dict[str
         "curve": curves["values"].get(shown, []) if shown is not None else [],
         "last": {name: x for name, column in curves["values"].items() if (x := _last(column)) is not None},
         "config": flat_config(folder / "config.yaml"),
-        "alerts": alerts(curves),
+        "wrong": end["diagnosis"],
     }
 
 
@@ -123,30 +117,11 @@ def _last(column: Sequence[float | None]) -> float | None:
     return next((x for x in reversed(column) if x is not None), None)
 
 
-def alerts(curves: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return what looks wrong in the curves of a run: `step` at which it begins, and `text`.
-
-    - The entropy fell below a twentieth of its value at the start, and stayed there.
-    - The gradient has been 0 for the last points, at least three.
-    - More than half of the responses have been truncated for the last three points.
-
-    Args:
-        curves: result of `Metrics.columns`.
-    """
-    entropy = next((x for x in curves["values"].get("entropy", ()) if x is not None), 0.0)
-    rules: tuple[tuple[str, Callable[[float], bool], str], ...] = (
-        ("entropy", lambda x: x < entropy / 20, "entropy collapsed at step"),
-        ("grad_norm", lambda x: x == 0, "no gradient since step"),
-        ("truncated_fraction", lambda x: x > 0.5, "more than half of the responses are truncated since step"),
-    )
-    raised = []
-    for name, wrong, words in rules:
-        pairs = zip(curves["step"], curves["values"].get(name, ()), strict=False)
-        points = [(step, x) for step, x in pairs if step is not None and x is not None]
-        count = len(list(takewhile(wrong, (x for _, x in reversed(points)))))
-        if count >= _LASTING:
-            raised.append({"step": points[-count][0], "text": f"{words} {points[-count][0]:g}"})
-    return raised
+def _diagnosis(folder: Path) -> dict[str, Any]:
+    """Return what the page shows of a diagnosis."""
+    diagnosis = diagnosis_of(folder)
+    causes = [{**asdict(cause), "surety": cause.surety, "command": cause.command(folder)} for cause in diagnosis.causes]
+    return {"sentence": diagnosis.sentence, "causes": causes}
 
 
 def _headline(info: Mapping[str, Any]) -> list[str]:
@@ -316,4 +291,4 @@ def graph_svg(record: Any) -> str:
         return ""
 
 
-__all__ = ["SAMPLES_MB", "Metrics", "ReportOptions", "alerts", "graph_svg", "run_data", "run_line", "spread", "status"]
+__all__ = ["SAMPLES_MB", "Metrics", "ReportOptions", "graph_svg", "run_data", "run_line", "spread", "status"]

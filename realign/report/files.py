@@ -6,26 +6,17 @@ value that does not fit becomes the empty value of its kind.
 
 from __future__ import annotations
 
-import io
 import json
 import math
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, BinaryIO
-
-import yaml
+from typing import Any
 
 from realign.errors import ConfigError
-from realign.safe_yaml import load_yaml
+from realign.records.record_files import METRICS, json_object, yaml_object
 
-METRICS = "metrics.jsonl"
-LARGEST = 128 << 20
-"""Size in bytes above which only the end of a file of records is read."""
-LARGEST_OBJECT = 16 << 20
-"""Size in bytes above which a line, or a file with one object, is skipped."""
 _LEVELS = 3
 """Depth below a folder at which its runs are found."""
 Read = Callable[[Any], Any]
@@ -71,53 +62,6 @@ def check_run(folder: Path) -> None:
         raise ConfigError(f"{str(folder)!r}: the folder contains no run ({METRICS}). Name the folder of a run.")
 
 
-def json_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the JSON objects in the lines of a file; skips lines that are incomplete or damaged."""
-    with open_or_empty(path) as file:
-        return [record for _, line in lines(file) if (record := parse_object(line))]
-
-
-def lines(file: BinaryIO, start: int = 0) -> Iterator[tuple[int, bytes]]:
-    """Yield the lines from a byte on, or from `LARGEST` bytes before the end, each with the place of its end.
-
-    A line that is too long is skipped, but not the end of the file without a line break.
-    """
-    file.seek(0, os.SEEK_END)
-    whole, earliest = True, file.tell() - LARGEST
-    if earliest > start:
-        start, whole = earliest, False  # the rest of a line that was cut
-    file.seek(start)
-    while part := file.readline(LARGEST_OBJECT):
-        start += len(part)
-        ends = part.endswith(b"\n")
-        if whole and (ends or len(part) < LARGEST_OBJECT):
-            yield start, part
-        whole = ends
-
-
-def json_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file; empty if the file is missing or damaged."""
-    return parse_object(_bytes(path))
-
-
-def parse_object(content: bytes) -> dict[str, Any]:
-    """Return a JSON object; empty if the content is damaged."""
-    with suppress(ValueError, RecursionError):
-        value = json.loads(content)
-        if isinstance(value, dict):
-            return value
-    return {}
-
-
-def yaml_object(path: Path) -> dict[str, Any]:
-    """Return the mapping in a YAML file; empty if the file is missing or damaged."""
-    with suppress(yaml.YAMLError):
-        value = load_yaml(_bytes(path).decode(errors="replace"))
-        if isinstance(value, dict):
-            return value
-    return {}
-
-
 def flat_config(path: Path) -> dict[str, Any]:
     """Return the values of a YAML config by dotted key; empty if the file is missing or damaged."""
     return dict(_leaves(yaml_object(path), ""))
@@ -131,25 +75,6 @@ def signature(folder: Path) -> str:
             state = path.lstat()
             states.append(f"{path.name}:{state.st_ino}:{state.st_size}:{state.st_mtime_ns}")
     return "|".join(states)
-
-
-@contextmanager
-def open_or_empty(path: Path) -> Iterator[BinaryIO]:
-    """Open a regular file to read it. Anything else, or a file that cannot be read, is an empty file."""
-    file: BinaryIO = io.BytesIO()
-    with suppress(OSError):
-        # A link can lead out of the folder, which may come from a stranger, and opening a pipe would wait.
-        if path.is_file() and not path.is_symlink():
-            file = path.open("rb")
-    with file:
-        yield file
-
-
-def _bytes(path: Path) -> bytes:
-    """Return the content of a regular file; empty if there is none, or if it is too large."""
-    with open_or_empty(path) as file:
-        content = file.read(LARGEST_OBJECT + 1)
-    return content if len(content) <= LARGEST_OBJECT else b""
 
 
 def _leaves(node: Any, key: str) -> list[tuple[str, Any]]:
@@ -237,7 +162,7 @@ _RUN_INFO = _record(
 )
 """Schema of run.json, except for the graph."""
 SUMMARY = _record(
-    **dict.fromkeys(("name", "status", "reason"), text),
+    **dict.fromkeys(("name", "status", "reason", "diagnosis"), text),
     **dict.fromkeys(("step", "steps", "seconds", "warnings"), number),
     metrics=_records(
         name=text, **dict.fromkeys(("first", "first_step", "last", "last_step", "best", "best_step"), number)
@@ -300,21 +225,14 @@ def usable(name: str, records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]
 
 
 __all__ = [
-    "METRICS",
     "check_run",
     "find_runs",
     "flat_config",
     "is_run",
-    "json_lines",
-    "json_object",
-    "lines",
     "number",
-    "open_or_empty",
-    "parse_object",
     "run_info",
     "signature",
     "summary",
     "text",
     "usable",
-    "yaml_object",
 ]

@@ -22,8 +22,9 @@ from urllib.parse import parse_qs
 from typing_extensions import override
 
 from realign.errors import ConfigError
+from realign.records.record_files import METRICS
 from realign.report.data import Metrics, ReportOptions, run_data, run_line, status
-from realign.report.files import METRICS, find_runs, run_info, signature, summary
+from realign.report.files import find_runs, run_info, signature, summary
 from realign.report.page import policy, report_page
 from realign.settings import Range
 
@@ -115,7 +116,7 @@ class Viewer:
         except Exception as error:  # whatever the files of one folder cause
             state = {"state": "unreadable", "reason": type(error).__name__}
             empty: dict[str, Any] = {"step": 0, "steps": None, "seconds": None, "started": "", "metric": None}
-            empty |= {"folder": str(folder.absolute()), "id": "", "parent": {}, "last": {}, "config": {}, "alerts": []}
+            empty |= {"folder": str(folder.absolute()), "id": "", "parent": {}, "last": {}, "config": {}, "wrong": ""}
             return {"key": key, "name": folder.name, "status": state, "curve": [], **empty}
 
 

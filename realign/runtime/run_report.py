@@ -32,10 +32,10 @@ from realign.own_files import read_regular, replace_text
 from realign.ranks import command_words
 from realign.records.checkpoint.folder import CHECKPOINTS
 from realign.records.checkpoint.saved_models import FINAL
+from realign.records.diagnosis import diagnosis_of
 from realign.records.metrics.run_log import NAME as LOG
 from realign.records.metrics.run_log import RunLog
 from realign.records.metrics.shown_metrics import MetricSummary, headline, metric_summaries, number, panels
-from realign.runtime.checks.during_training import signs
 from realign.runtime.experiment import Experiment
 from realign.runtime.local import LocalRuntime
 from realign.version import installed_version, version_of
@@ -281,8 +281,8 @@ class RunSummary:
     """Path of each result that exists, by its meaning."""
     next_commands: Mapping[str, str] = field(default_factory=dict)
     """Commands to continue with, by their meaning."""
-    findings: tuple[str, ...] = ()
-    """Signs that the run trained without learning, and what to do about them."""
+    diagnosis: str = ""
+    """What keeps the run from learning, in one sentence; empty if nothing does."""
 
     def write(self, folder: Path) -> None:
         """Write summary.json. Values that are not finite become null."""
@@ -314,8 +314,8 @@ class RunSummary:
             parts += [Text(self.reason), Text()]
         if self.metrics:
             parts += [_course_table(self.metrics), Text()]
-        for sentence in self.findings:
-            parts += [Text(sentence, style="yellow"), Text()]
+        if self.diagnosis:
+            parts += [Text(self.diagnosis, style="yellow"), Text()]
         files = Table.grid(padding=(0, 2))
         for meaning, path in self.files.items():
             files.add_row(Text(meaning, style="bold"), Text(path, overflow="fold"))
@@ -324,7 +324,7 @@ class RunSummary:
                 Text("warnings", style="bold yellow"), Text(f"{self.warnings}, see {self.files.get('log', '')}")
             )
         parts.append(files)
-        style = "green" if self.status is EndStatus.completed and not self.findings else "yellow"
+        style = "green" if self.status is EndStatus.completed and not self.diagnosis else "yellow"
         return Panel(Group(*parts), title=Text(self.headline()), title_align="left", border_style=style)
 
     def text(self) -> str:
@@ -409,7 +409,8 @@ class RunReport:
             files["curves"] = str(out / "curves.png")
         known = {} if e.save_best is None else {e.save_best.removeprefix("-"): not e.save_best.startswith("-")}
         shown = headline(e.graph, e.interfaces, e.lead_role, tuple(e.evaluations))
-        findings = tuple(signs(history).values())
+        diagnosis = diagnosis_of(out)
+        wrong = diagnosis.sentence if diagnosis.causes else ""
         return RunSummary(
             name=e.name,
             status=event.status,
@@ -420,12 +421,15 @@ class RunReport:
             metrics=metric_summaries(history, shown, known),
             warnings=self.log.warnings,
             files=files,
-            next_commands=self._next_commands(experiment, event, learns=not findings),
-            findings=findings,
+            next_commands=self._next_commands(experiment, event, learns=not wrong),
+            diagnosis=wrong,
         )
 
     def _next_commands(self, experiment: Experiment, event: EndEvent, *, learns: bool) -> dict[str, str]:
-        commands = {"look at curves and samples": f"realign view {shlex.quote(str(experiment.output_dir))}"}
+        folder = shlex.quote(str(experiment.output_dir))
+        commands = {"look at curves and samples": f"realign view {folder}"}
+        if not learns:
+            commands["see why"] = f"realign why {folder}"
         lead = experiment.lead_role
         model = experiment.output_dir / FINAL / lead
         outputs = experiment.models[lead].facts().outputs if lead in experiment.models else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from realign.ranks import current, is_on_all_ranks
 from realign.records.checkpoint.folder import Start
 from realign.records.checkpoint.saved_models import Saves
 from realign.records.checkpoint.serialize import pack
+from realign.records.diagnosis import LIKELY, RECENT, Cause, RunRecords, diagnose
 from realign.records.metrics.curves import draw_curves
 from realign.records.metrics.details import RunDetails
 from realign.records.metrics.live_display import LiveDisplay
@@ -30,7 +32,6 @@ from realign.records.metrics.shown_metrics import headline, panels, targets
 from realign.records.metrics.trackers import BestEffortTracker, Tracker
 from realign.records.recorded_calls import CallRecorder
 from realign.runtime.callbacks.run_callbacks import RunCallbacks, Stop, settings_of
-from realign.runtime.checks.during_training import RECENT, signs
 from realign.runtime.experiment import CheckpointPart, Experiment
 from realign.runtime.local import LocalRuntime
 from realign.runtime.output_folder import take_output_folder
@@ -68,6 +69,10 @@ def activity(watch: Watch, graph: DataflowGraph, interfaces: Mapping[str, ModelI
             starts = "" if interfaces[rpc.model].needs_engine else ", which starts its workers"
             starts = f" for the first time{starts}"
     return f"running {current.what}{starts}, {current.seconds:.0f} s"
+
+
+_MOST_SAMPLED = 400
+"""Samples of training that a diagnosis during the run looks at, the latest ones."""
 
 
 @dataclass
@@ -136,6 +141,7 @@ class TrainingLoop:
         self.info: RunInfo | None = None
         self.receivers: list[Tracker] = []
         self.warned: set[str] = set()
+        self.sampled: deque[dict[str, Any]] = deque(maxlen=_MOST_SAMPLED)
         self.result.history = self.ranks.lead(partial(self._open_files, start, trackers, stack))
         self.checkpoints = stack.enter_context(
             RunCheckpoints(runtime, self.records, self.saves, self.callbacks, frozen)
@@ -341,6 +347,7 @@ class TrainingLoop:
         assert self.records is not None
         for record in self.runtime.readable(batch, self.experiment.sample_prompts):
             self.records.samples.write({"step": step, **record})
+            self.sampled.append({"step": step, **record})
         if self.console is not None and step % (self.experiment.print_samples_every_steps or step + 1) == 0:
             show(self.console, step, self.runtime.readable(batch, SHOWN))
 
@@ -350,11 +357,18 @@ class TrainingLoop:
         self.details.after_step(step, batch, self.runtime.traces)
 
     def _warn(self) -> None:
-        """Warn once about each sign that the run trains without learning."""
-        for name, sentence in signs(self.result.history[-RECENT:]).items():
-            if name not in self.warned:
-                self.warned.add(name)
-                warnings.warn(sentence, stacklevel=2)
+        """Warn once about each cause that keeps the run from learning, and that is not just possible."""
+        if self.done % RECENT:
+            return
+        for cause in self._diagnose():
+            if cause.sure >= LIKELY and cause.name not in self.warned:
+                self.warned.add(cause.name)
+                warnings.warn(cause.text(), stacklevel=2)
+
+    def _diagnose(self) -> Sequence[Cause]:
+        """Return what keeps the run from learning."""
+        records = RunRecords(self.result.history, self.experiment.resolved or {}, [*self.sampled], self.result.samples)
+        return diagnose(records).causes
 
     def _evaluate(self, step: int, added: dict[str, float], due: Sequence[str] | None = None) -> dict[str, float]:
         """Run evaluations and return their metrics. Adds the metrics of the callbacks to `added`.

@@ -17,7 +17,8 @@ from realign.config.command_line import quote_text
 from realign.config.errors import ConfigError
 from realign.errors import CheckpointError, ExitCode
 from realign.own_files import replace_text
-from realign.report.files import flat_config, json_lines, json_object, run_info
+from realign.records.record_files import json_lines, json_object
+from realign.report.files import flat_config, run_info
 from realign.text import visible
 from realign.time_machine.earlier_run import check_writable, experiment_of, resolve_out, run_and_step, run_folder
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from realign.cli.arguments import compose_line
 from realign.cli.train import build
 from realign.config.errors import ConfigError
-from realign.report.files import check_run, flat_config, json_object
+from realign.records.record_files import json_object
+from realign.report.files import check_run, flat_config
 
 if TYPE_CHECKING:
     from realign.runtime import Experiment

@@ -39,8 +39,8 @@ from realign.records.checkpoint.random_generators import seed_random
 from realign.records.checkpoint.serialize import hash_of
 from realign.records.metrics.details import token_records
 from realign.records.metrics.samples import readable
+from realign.records.record_files import json_lines
 from realign.records.recorded_calls import CALLS, ROLLOUT, RecordedCall, StepHook, read_calls, recorded_calls_path
-from realign.report.files import json_lines
 from realign.run_settings import RecordSpec
 from realign.runtime.experiment import CheckpointPart, Experiment
 from realign.runtime.local import LocalRuntime

@@ -4,11 +4,9 @@ import re
 import warnings
 
 import pytest
-import torch
 
-from realign.api import SequenceSample
 from realign.cli import commands as cli
-from realign.cli.check import causes_of_failure, count_warnings, keeps_tokens, verdict
+from realign.cli.check import count_warnings, keeps_tokens, verdict
 from tests.data.chat_templates import CHATML, assistant, chat_tokenizer, user
 from tests.tiny import tiny_model
 
@@ -130,27 +128,6 @@ def test_known_answers_are_scored_as_functions_see_them_without_special_tokens(h
     assert "Functions do not see special tokens of the tokenizer, such as '<think>'" in capsys.readouterr().err
     assert cli.main([*words, f"interfaces.reward.functions={{tags: {{{function}, special_tokens: true}}}}"]) == 0
     assert "mean reward 1 of right answers, 0 of wrong answers (4 rows)" in capsys.readouterr().out
-
-
-def test_responses_without_a_reward_show_their_cause():
-    tokenizer = chat_tokenizer(CHATML)
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<answer>", "</answer>"]}, False)
-
-    def causes(*texts, truncated=(), answer=None):
-        ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
-        data = SequenceSample.from_sequences(["a"], {"input_ids": [[[1, *given] for given in ids]]})
-        starts = torch.zeros(len(data["input_ids"]), dtype=torch.bool)
-        starts[data.cu_seqlens()[:-1].long()] = True
-        ends = torch.tensor([i in truncated for i in range(len(texts))])
-        data = data.with_tokens(prompt_mask=starts).with_sequences(truncated=ends)
-        return list(causes_of_failure(data.with_metadata(row=[{"answer": answer}]), tokenizer))
-
-    assert causes("hello<|im_end|>", "hi<|im_end|>", answer=4) == []
-    assert causes("hello", "hi<|im_end|>", truncated=[0]) == ["1 are cut off: raise max_new_tokens"]
-    (tags,) = causes("<answer>5</answer><|im_end|>", answer=4.0)
-    assert tags.startswith("Reward functions do not see the special tokens of the responses, such as '<answer>', '</")
-    (known,) = causes("it is 4.", "hi", answer=4.0)
-    assert known.startswith("A response has the answer '4' of its row")
 
 
 def test_check_does_not_say_all_good_after_a_warning(here, capsys):

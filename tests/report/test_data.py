@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from realign.report.data import MOST_NAMES, Metrics, alerts, run_data, run_line, status
+from realign.report.data import MOST_NAMES, Metrics, run_data, run_line, status
 from realign.report.files import run_info, summary
 from tests.report.runs import HOSTILE_VALUES, hostile_files
 
@@ -80,18 +80,3 @@ def test_the_status_is_that_of_the_last_attempt(tmp_path, attempt, state):
     attempts = [{"ended": "x", "status": "completed"}, attempt]
     (tmp_path / "run.json").write_text(json.dumps({"attempts": attempts}))
     assert status(tmp_path, run_info(tmp_path), summary(tmp_path))["state"] == state
-
-
-def test_an_alert_says_since_when_a_curve_has_looked_wrong():
-    steps = [{"step": i, "entropy": 2.0, "grad_norm": 0.5, "truncated_fraction": 0.1} for i in range(10)]
-    assert alerts(columns(steps)) == []
-    for record in steps[6:]:
-        record |= {"entropy": 0.05, "grad_norm": 0.0, "truncated_fraction": 0.9}
-    assert alerts(columns(steps)) == [
-        {"step": 6, "text": "entropy collapsed at step 6"},
-        {"step": 6, "text": "no gradient since step 6"},
-        {"step": 6, "text": "more than half of the responses are truncated since step 6"},
-    ]
-    steps[9] |= {"entropy": 1.0, "grad_norm": 0.5, "truncated_fraction": 0.1}  # it recovered
-    assert alerts(columns(steps)) == []
-    assert alerts(columns([{"grad_norm": 0.0}] * 3)) == []  # a damaged file says no step

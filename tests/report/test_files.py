@@ -7,7 +7,8 @@ import json
 import pytest
 
 from realign.errors import ConfigError
-from realign.report.files import check_run, find_runs, flat_config, json_lines, json_object, signature
+from realign.records.record_files import json_lines, json_object
+from realign.report.files import check_run, find_runs, flat_config, signature
 from tests.config_parts import bomb
 
 

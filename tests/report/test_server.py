@@ -10,8 +10,8 @@ from http.client import HTTPConnection
 import pytest
 
 from realign.errors import ConfigError, SettingsError
+from realign.records.record_files import parse_object
 from realign.report import files
-from realign.report.files import parse_object
 from realign.report.server import Viewer, ViewOptions, ViewServer, serve
 
 

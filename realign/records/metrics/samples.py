@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from rich.console import Console
@@ -14,7 +15,9 @@ from torch import Tensor
 from realign.api import SequenceSample
 from realign.api.rewards import NAMED, named_rewards, total_rewards
 from realign.api.sample import INDEX_KEYS, with_response_index
+from realign.cells import answers_of, read_column
 from realign.data.encoding import DecodedSequence
+from realign.errors import DataError
 from realign.functional import KLEstimator, kl_estimate, segment_sum
 from realign.text import shorten, visible
 
@@ -83,8 +86,8 @@ def readable(batch: SequenceSample, prompts: int, decode: Callable[..., str]) ->
     `episode` (of environments and agents) and `reward` (None if it is missing). If the batch has named rewards, it also
     contains `rewards`, by name. If the batch has reference log-probs, it also contains `kl`: the log-prob differences,
     summed over the response (nats). A multi-turn record also contains `turns`: policy turns and observations,
-    alternating. With a curriculum, `pass_rate` is the rolling pass rate that the prompt had when it was chosen, None if
-    it was new.
+    alternating. `answer` is the right answer of the row, if it has a short one. With a curriculum, `pass_rate` is the
+    rolling pass rate that the prompt had when it was chosen, None if it was new.
     """
     if not {"input_ids", "prompt_mask", "rewards"} <= batch.keys or prompts == 0:
         return []
@@ -109,6 +112,8 @@ def readable(batch: SequenceSample, prompts: int, decode: Callable[..., str]) ->
         }
         if len(turns) > 1:
             record["turns"] = [decode(turn, skip_special_tokens=True) for turn in turns]
+        if answer := _answer(part, owner):
+            record["answer"] = answer
         if "pass_rate" in part.metadata:
             record["pass_rate"] = part.metadata["pass_rate"][owner]
         records.append(record)
@@ -121,6 +126,19 @@ def readable(batch: SequenceSample, prompts: int, decode: Callable[..., str]) ->
         for record, kl in zip(records, segment_sum(kl_T, part.cu_seqlens()).tolist(), strict=True):
             record["kl"] = kl
     return records
+
+
+_ANSWERS = ("answer", "solution", "ground_truth", "reward_model.ground_truth")
+"""Columns in which data sets have the right answer of a row."""
+
+
+def _answer(batch: SequenceSample, owner: int) -> str:
+    """Return the right answer of a prompt, from its row; empty if the row has no single short text."""
+    for column in _ANSWERS if "row" in batch.metadata else ():
+        with suppress(DataError, LookupError, TypeError):
+            if answers := answers_of(read_column(batch.metadata["row"][owner], column)):
+                return answers[0] if len(answers[0]) <= LONGEST else ""
+    return ""
 
 
 def sequence_places(batch: SequenceSample) -> list[dict[str, int]]:

@@ -6,9 +6,9 @@
   report.pages.overview = { title: "Overview", render: () => {
     const runs = report.shownRuns(), run = report.focused();
     return el("div", {},
+      runs.map((one) => diagnosis(one, runs.length > 1)),
       runs.length > 1 ? runs.map(summaryLine) : kpis(run),
       runs.length > 1 ? null : headlines(run),
-      alerts(runs),
       warnings(runs),
       runs.length > 1 ? differences(runs, 12) : null,
       facts(run, runs.length > 1),
@@ -70,13 +70,16 @@
       report.table(["metric", "first", "best", "last", ""], rows, { label: "headline metrics" }));
   }
 
-  /* What looks wrong in the curves, with a link to the samples of the step where it begins. */
-  function alerts(runs) {
-    const found = runs.flatMap((run) => run.alerts.map((alert) => ({ run, ...alert })));
-    if (!found.length) return null;
-    return report.section("Alerts", null, el("ul", { class: "warnings" }, found.map(({ run, step, text }) => el("li", {},
-      runs.length > 1 ? el("span", { class: "muted" }, report.visible(run.key), " · ") : null,
-      run.samples.length && run === report.focused() ? el("a", { href: report.link("samples", null, { step: report.nearest(run.samples, step) }) }, text) : text))));
+  /* What keeps a run from learning: one sentence, then each cause with its evidence and a command. */
+  function diagnosis(run, named) {
+    const { sentence, causes } = run.diagnosis;
+    return el("div", { class: causes.length ? "card diagnosis" : "card diagnosis good" },
+      el("strong", {}, causes.length ? "" : "✓ ", named ? report.visible(run.key) + ": " : "", report.visible(sentence)),
+      causes.map((cause) => el("details", { open: !named && cause === causes[0] },
+        el("summary", {}, report.visible(cause.sentence), el("span", { class: "muted" }, " ", cause.surety)),
+        el("ul", {}, cause.evidence.map((fact) => el("li", {}, report.visible(fact)))),
+        el("p", {}, report.visible(cause.advice)),
+        cause.command && el("code", {}, report.visible(cause.command)))));
   }
 
   function warnings(runs) {

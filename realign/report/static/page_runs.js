@@ -64,7 +64,7 @@
         el("a", { href: report.link("overview", [run.key]) }, report.visible(run.key)),
         parent ? [" ", el("a", { class: "muted", href: report.link("curves", [parent.key, run.key]) },
           "fork at step " + report.number(run.parent.step) + ": both curves")] : "",
-        (run.alerts || []).map((alert) => el("div", { class: "alert small" }, "⚠ ", alert.text))),
+        run.wrong ? el("div", { class: "alert small" }, "⚠ ", report.visible(run.wrong)) : null),
       el("td", {}, report.pill(run.status.state)),
       el("td", { class: "number" }, report.number(run.step) + (run.steps ? " / " + report.number(run.steps) : "")),
       el("td", { class: "number" }, report.duration(run.seconds)),

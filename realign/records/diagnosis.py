@@ -1,0 +1,846 @@
+"""Why a run doesn't learn: symptoms in its records, each a small function that returns a `Cause` or None.
+
+`diagnose` asks all of them, and needs no model. The launch check, the loop, the summary, the report, the viewer and
+`realign why` share it, and causes.yaml has the words, so each cause has one wording. A symptom of your own is any
+callable `(RunRecords) -> Cause | None`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import re
+import shlex
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any, NamedTuple
+
+from realign.records.record_files import METRICS, json_lines, yaml_object
+from realign.safe_yaml import load_yaml
+from realign.text import shorten, visible
+
+PAGE = "docs/guides/why.md"
+MOST = 3
+"""Number of causes that are shown."""
+RECENT = 10
+"""Steps at the end of a run that count as recent. Fewer are not judged."""
+POINTS = 400
+"""Number of steps that are looked at; of longer runs, an even selection and the recent ones."""
+PROVEN, CERTAIN, LIKELY, POSSIBLE = 0.95, 0.9, 0.7, 0.4
+"""How sure a cause is: a setting or a text proves it, numbers do, they fit hardly anything else, or just fit."""
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Something that keeps a run from learning."""
+
+    name: str
+    """Its heading on the page of causes."""
+    sentence: str
+    """What is wrong, in one sentence."""
+    evidence: tuple[str, ...]
+    """Numbers with their step, and samples."""
+    advice: str
+    """What to do."""
+    sure: float
+    """How sure it is, from 0 to 1."""
+    settings: tuple[str, ...] = ()
+    """Settings to try: `key=value`."""
+
+    @property
+    def surety(self) -> str:
+        """How sure it is, in words."""
+        return "certain" if self.sure >= CERTAIN else "likely" if self.sure >= LIKELY else "possible"
+
+    def command(self, folder: Path) -> str:
+        """Return a command that repeats the run in `folder` with other settings; empty if none would help."""
+        if not self.settings:
+            return ""
+        return shlex.join(["realign", str(folder / "config.yaml"), *self.settings, f"output_dir={folder}-again"])
+
+    def text(self) -> str:
+        """Return the cause as one paragraph, as warnings have it."""
+        facts = f" ({'; '.join(self.evidence)})" if self.evidence else ""
+        return f"{self.sentence[:-1]}{facts}. {self.advice} More: {PAGE}#{self.name}"
+
+
+@cache
+def _words_of_causes() -> Mapping[str, Any]:
+    words: Mapping[str, Any] = load_yaml(Path(__file__).with_name("causes.yaml").read_text(encoding="utf-8"))
+    return words
+
+
+def _cause(name: str, sure: float, *facts: str, **values: Any) -> Cause:
+    """Return a cause in the words of causes.yaml, with these values."""
+    words = _words_of_causes()[name]
+    settings = tuple(text.format_map(values) for text in words.get("try", ()))
+    return Cause(name, words["says"].format_map(values), tuple(filter(None, facts)), words["do"], sure, settings)
+
+
+class Course(NamedTuple):
+    """How a metric moved: its level at the start and at the end, and the standard error of the difference."""
+
+    start: float
+    end: float
+    error: float
+
+    def moved(self, sign: int, least: float = 0.03) -> bool:
+        """Return whether the metric rose (1) or fell (-1), by more than noise and more than `least`."""
+        return sign * (self.end - self.start) > max(2 * self.error, least)
+
+    def __str__(self) -> str:
+        return f"{self.start:.4g} to {self.end:.4g}"
+
+
+def course_of(values: Sequence[float]) -> Course | None:
+    """Return the course of a metric; None of fewer than two values."""
+    if len(values) < 2:
+        return None
+    first, last = max(1, len(values) // 5), max(1, len(values) // 4)
+    jumps = [abs(b - a) for a, b in itertools.pairwise(values)]
+    # not their mean: a single jump that stays is progress, and not noise
+    spread = median(jumps) if len(jumps) > 4 else min(jumps)
+    error = spread * math.sqrt(1 / first + 1 / last) if len(jumps) > 1 else 0.0
+    return Course(fmean(values[:first]), fmean(values[-last:]), error)
+
+
+_GOALS = (("reward", 1), ("rewards/accuracy", 1), ("accuracy", 1), ("nll", -1), ("loss", -1))
+"""Metrics that should improve, the first one that a run has, and in which direction."""
+
+
+@dataclass
+class RunRecords:
+    """The records of a run, as its files have them; any of them may be missing."""
+
+    history: Sequence[Mapping[str, Any]]
+    """A record of each step, with its metrics."""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """The resolved config."""
+    samples: Sequence[Mapping[str, Any]] = ()
+    """Responses of training."""
+    eval_samples: Sequence[Mapping[str, Any]] = ()
+    """Held-out responses."""
+    tokens: Sequence[Mapping[str, Any]] = ()
+    """Responses with their tokens."""
+
+    def __post_init__(self) -> None:
+        every, recent = max(1, len(self.history) // POINTS), len(self.history) - RECENT
+        self.history = [record for i, record in enumerate(self.history) if i % every == 0 or i >= recent]
+        self.steps = [record for record in self.history if isinstance(step := record.get("step"), int) and step > 0]
+        self.last = int(self.steps[-1]["step"]) if self.steps else 0
+        """The last step."""
+        self.generation = "interfaces.actor.generation"
+
+    def values(self, name: str, records: Iterable[Mapping[str, Any]] | None = None) -> list[float]:
+        """Return the finite values of a metric, from the first step on."""
+        chosen = self.steps if records is None else records
+        return [x for r in chosen if isinstance(x := r.get(name), int | float) and math.isfinite(x)]
+
+    def recent(self, name: str, default: float = 0.0) -> float:
+        """Return the mean of a metric over the recent steps; `default` without any."""
+        values = self.values(name)[-RECENT:]
+        return fmean(values) if values else default
+
+    def course(self, name: str) -> Course | None:
+        """Return the course of a metric of training."""
+        return course_of(self.values(name))
+
+    def names(self, pattern: str) -> list[str]:
+        """Return the metrics whose whole name matches a pattern."""
+        names = dict.fromkeys(name for record in (*self.history[:3], *self.history[-RECENT:]) for name in record)
+        return [name for name in names if re.fullmatch(pattern, name)]
+
+    def setting(self, key: str, default: Any = None) -> Any:
+        """Return a value of the config; `default` if it has no such key, or null."""
+        node: Any = self.config
+        for name in key.split("."):
+            node = node.get(name) if isinstance(node, Mapping) else None
+        return default if node is None else node
+
+    @cached_property
+    def held_out(self) -> tuple[str, int]:
+        """The held-out metric that should improve, and in which direction; an empty name without an evaluation."""
+        found = ((name, sign) for ending, sign in _GOALS for name in self.names(rf"eval/(\w+/)?{ending}"))
+        return next(found, ("", 1))
+
+    @cached_property
+    def evaluated(self) -> list[float]:
+        """Values of `held_out`, that before training included."""
+        return self.values(self.held_out[0], self.history)
+
+    @cached_property
+    def goal(self) -> tuple[str, int]:
+        """The metric of training that should improve, and in which direction."""
+        return next(((name, sign) for name, sign in _GOALS if self.values(name)), ("", 1))
+
+    def trains(self, sign: int = 1) -> bool:
+        """Return whether the metric of training improved (1) or got worse (-1)."""
+        course = self.course(self.goal[0])
+        return course is not None and course.moved(sign * self.goal[1])
+
+    def generalizes(self, sign: int = 1) -> bool:
+        """Return whether the held-out metric improved (1) or got worse (-1)."""
+        course = course_of(self.evaluated)
+        return course is not None and course.moved(sign * self.held_out[1])
+
+    @cached_property
+    def learns(self) -> bool:
+        """Whether held-out data improved, or without evaluations the training batch."""
+        return self.generalizes() if len(self.evaluated) > 1 else self.trains()
+
+    @cached_property
+    def idle(self) -> float:
+        """Share of recent steps that changed no weight, for want of a gradient."""
+        steps = [record for record in self.steps[-RECENT:] if "zero_gradient_steps" in record]
+        idle = [float(bool(record["zero_gradient_steps"]) and not record.get("optimizer_steps")) for record in steps]
+        return fmean(idle) if idle else 0.0
+
+    @cached_property
+    def movement(self) -> float:
+        """Sum of learning rate times optimizer steps: an upper bound on how far Adam moved a weight."""
+        made = sum((record.get("lr") or 0.0) * (record.get("optimizer_steps") or 0.0) for record in self.steps)
+        return made * self.last / max(1, len(self.steps))
+
+    @cached_property
+    def silent(self) -> bool:
+        """Whether rewards within nearly all recent groups are equal."""
+        return bool(self.values("zero_std_fraction")) and self.recent("zero_std_fraction") >= 0.85
+
+    @cached_property
+    def cut(self) -> float:
+        """Share of recent responses at the length limit."""
+        return self.recent("truncated_fraction")
+
+    @cached_property
+    def groups(self) -> list[list[Mapping[str, Any]]]:
+        """The sampled responses of each prompt of a step, those with a reward."""
+        groups: dict[Any, list[Mapping[str, Any]]] = defaultdict(list)
+        for sample in self.samples:
+            if isinstance(sample.get("reward"), int | float):
+                groups[sample.get("step"), sample.get("id")].append(sample)
+        return list(groups.values())
+
+    @cached_property
+    def rewards(self) -> list[float]:
+        """Rewards of the sampled responses."""
+        return [sample["reward"] for group in self.groups for sample in group]
+
+    @cached_property
+    def fails_alike(self) -> bool:
+        """Whether all sampled responses have the same reward of 0 or less."""
+        best = max((*self.rewards, *self.values("reward")), default=1.0)
+        return bool(self.rewards) and best == min(self.rewards) <= 0 and self.silent
+
+    @cached_property
+    def right(self) -> list[Mapping[str, Any]]:
+        """Sampled responses that contain the answer of their row; none if those of other rows are as frequent."""
+        found = [sample for sample in self.samples if _has_answer(sample)]
+        half = len(self.samples) // 2
+        answers = [sample.get("answer") for sample in (*self.samples[half:], *self.samples[:half])]
+        other = [(s, answer) for s, answer in zip(self.samples, answers, strict=True) if answer != s.get("answer")]
+        by_chance = sum(_has_answer({**sample, "answer": answer}) for sample, answer in other)
+        return found if len(found) * max(1, len(other)) > 2 * by_chance * len(self.samples) else []
+
+    @cached_property
+    def prompts(self) -> list[str]:
+        """Sampled prompts, with special tokens where they were recorded."""
+        recorded = ["".join(_tokens(record, given=True)) for record in self.tokens]
+        return recorded or list(dict.fromkeys(str(sample.get("prompt")) for sample in self.samples))
+
+    def show(self, *samples: Mapping[str, Any]) -> str:
+        """Return the first of some samples as evidence; empty without any."""
+        if not samples:
+            return ""
+        prompt, response = (visible(shorten(str(samples[0].get(key)), 120)) for key in ("prompt", "response"))
+        place = f"step {samples[0]['step']}: " if "step" in samples[0] else ""
+        reward = samples[0].get("reward")
+        return f"{place}{prompt!r} -> {response!r} has reward {'none' if reward is None else format(reward, '.4g')}"
+
+
+Symptom = Callable[[RunRecords], Cause | None]
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What keeps a run from learning, or that nothing does."""
+
+    sentence: str
+    """The one sentence to read."""
+    causes: tuple[Cause, ...]
+    """At most `MOST` causes, the most likely first; none for a healthy run."""
+
+
+def diagnose(run: RunRecords, further: Iterable[Symptom] = ()) -> Diagnosis:
+    """Return what keeps a run from learning.
+
+    Args:
+        run: the records.
+        further: symptoms of your own.
+    """
+    if run.last == 0:
+        return Diagnosis("The run has no complete step yet.", ())
+    found = [cause for symptom in further if (cause := symptom(run)) is not None]
+    for symptom in SYMPTOMS:
+        # a folder may come from a stranger, and a value be of any kind
+        with suppress(TypeError, ValueError, AttributeError, LookupError, ArithmeticError):
+            if (cause := symptom(run)) is not None:
+                found.append(cause)
+    if found:
+        # a sort that keeps the order of the symptoms, of which the earlier ones explain the later ones
+        causes = tuple(sorted(found, key=lambda cause: -cause.sure)[:MOST])
+        return Diagnosis(causes[0].sentence, causes)
+    name, values = (run.held_out[0], run.evaluated)
+    if len(values) < 2:
+        name, values = run.goal[0], run.values(run.goal[0])
+    course = f"{name} {values[0]:.4g} to {values[-1]:.4g} in {run.last:,} steps" if values else f"{run.last:,} steps"
+    if run.last < RECENT:
+        return Diagnosis(f"Nothing looks wrong so far, but {run.last} steps are too few to judge.", ())
+    if run.learns or not values:
+        return Diagnosis(f"Nothing looks wrong: {course}.", ())
+    return Diagnosis(f"No progress beyond noise, and no known cause: {course}.", ())
+
+
+def diagnosis_lines(folder: Path, diagnosis: Diagnosis) -> list[str]:
+    """Return a diagnosis as `realign why` prints it: the sentence, then each cause with a command to try."""
+    lines = [visible(diagnosis.sentence)]
+    for number, cause in enumerate(diagnosis.causes, 1):
+        lines += ["", visible(f"{number}. {cause.sentence} ({cause.surety})")]
+        lines += [visible(f"   {fact}") for fact in cause.evidence]
+        lines += [visible(f"   {cause.advice}"), *([f"   {command}"] if (command := cause.command(folder)) else [])]
+    return [*lines, *(["", f"More: {PAGE}"] if diagnosis.causes else [])]
+
+
+def diagnosis_of(folder: Path, further: Iterable[Symptom] = ()) -> Diagnosis:
+    """Return what keeps the run in a folder from learning; see `diagnose`."""
+    files = (json_lines(folder / name) for name in ("samples.jsonl", "eval_samples.jsonl", "tokens.jsonl"))
+    run = RunRecords(json_lines(folder / METRICS), yaml_object(folder / "config.yaml"), *files)
+    return diagnose(run, further)
+
+
+# --- numbers that make all others meaningless ---
+
+
+def not_finite(run: RunRecords) -> Cause | None:
+    """Find steps whose loss or gradient was not finite."""
+    if not (count := sum(run.values("nonfinite_steps"))):
+        return None
+    step = next(int(record["step"]) for record in run.steps if record.get("nonfinite_steps"))
+    return _cause("not-finite", CERTAIN, f"{count:g} optimizer steps were skipped", step=step, lower=_rate(run) / 10)
+
+
+def sampler_differs(run: RunRecords) -> Cause | None:
+    """Compare the log-probs of sampler and trainer before an update."""
+    name = next((n for n in ("behavior_logprob_diff_max", "first_logprob_diff_max") if run.values(n)), "")
+    values = run.values(name)
+    if not values or run.recent("rollout/version_lag") > 0:
+        return None
+    wrong = [x > 0.1 for x in values]  # nats; bf16 differs by less
+    if sum(wrong) < max(2, len(values) / 2):
+        return None
+    fact = f"log-probs differ by up to {values[0]:.3g} nats in the first step, and {max(values):.3g} later"
+    if rate := run.setting("models.actor.dropout"):
+        return _cause("dropout", CERTAIN, fact, rate=rate)
+    return _cause("sampler" if wrong[0] else "sampler-stale", CERTAIN, fact)
+
+
+# --- prompts and responses ---
+
+
+def template_twice(run: RunRecords) -> Cause | None:
+    """Find markers of a chat template that are doubled."""
+    doubled = [match[0] for text in run.prompts if (match := _DOUBLED.search(text))]
+    if not doubled or len(doubled) < len(run.prompts) / 2:
+        return None
+    fact = f"in {len(doubled)} of {len(run.prompts)} recorded prompts"
+    return _cause("template-twice", PROVEN, fact, text=doubled[0])
+
+
+def template_missing(run: RunRecords) -> Cause | None:
+    """Look for the chat template of the model in the prompts."""
+    if run.setting("data.template") != "plain" or run.learns or any(map(_MARKER.search, run.prompts)):
+        return None
+    if not _has_template(run.setting("models.actor.path")):
+        return None
+    return _cause("template-missing", PROVEN, *(f"prompt {visible(shorten(x, 120))!r}" for x in run.prompts[:1]))
+
+
+def prompts_cut(run: RunRecords) -> Cause | None:
+    """Look for prompts that are as long as the limit."""
+    limit = run.setting("data.max_prompt_tokens")
+    if limit is None or run.setting("data.too_long") != "truncate_left" or not run.tokens:
+        return None
+    cut = [r for r in run.tokens if r.get("start", 0) + sum(r.get("given") or ()) >= limit]
+    if len(cut) < len(run.tokens) / 2:
+        return None
+    text = visible(shorten("".join(_tokens(cut[0], given=True)), 120))
+    fact = f"{len(cut)} of {len(run.tokens)} recorded prompts have {limit} tokens, such as {text!r}"
+    return _cause("prompts-cut", PROVEN, fact, limit=limit, longer=8 * limit)
+
+
+def truncated(run: RunRecords) -> Cause | None:
+    """Look at responses that reach the length limit."""
+    limit = run.setting(f"{run.generation}.max_new_tokens", run.recent("response_tokens"))
+    if run.cut < 0.5 or (run.learns and run.cut < 0.9) or run.setting(f"{run.generation}.fixed_length"):
+        return None
+    if run.trains() and not run.learns:
+        return None  # it was led there by the reward
+    texts = [sample for sample in run.samples if sample.get("response")]
+    endless = [sample for sample in texts if _repeats(sample)]
+    values = {"share": run.cut, "limit": limit, "longer": 4 * limit}
+    if (texts and len(endless) > len(texts) / 2) or any(map(_goes_on, run.tokens)):
+        return _cause("no-end-token", CERTAIN, run.show(*endless, *texts), **values)
+    early = fmean(run.values("truncated_fraction")[:3])
+    # what comes later is a consequence
+    sure = POSSIBLE if early < run.cut / 2 else CERTAIN if run.idle > 0.5 or run.cut > 0.9 else LIKELY
+    return _cause("truncated", sure, run.show(*texts), **values)
+
+
+def equal_responses(run: RunRecords) -> Cause | None:
+    """Look for groups of equal responses, from the start on."""
+    groups = [group for group in run.groups if len(group) > 1]
+    same = [group for group in groups if len({_text(sample) for sample in group}) == 1]
+    early = [group for group in same if (group[0].get("step") or 0) <= max(2, run.last // 5)]
+    if not early or len(same) < 0.6 * len(groups) or run.recent("zero_std_fraction", 1.0) < 0.5:
+        return None
+    if len(run.right) > 0.7 * len(run.samples):
+        return None
+    temperature = run.setting(f"{run.generation}.temperature", 1.0)
+    fact = f"in {len(same)} of {len(groups)} sampled groups"
+    sure = CERTAIN if temperature < 0.5 else LIKELY
+    return _cause("equal-responses", sure, fact, run.show(same[0][0]), temperature=temperature)
+
+
+# --- rewards that say nothing ---
+
+
+def advantages_cancel(run: RunRecords) -> Cause | None:
+    """Look for advantages of 0 in groups of unequal rewards."""
+    extremes = [*run.values("advantage_max"), *run.values("advantage_min")]
+    if not extremes or max(map(abs, extremes)) > 1e-6 or run.recent("zero_std_fraction") > 0.5:
+        return None
+    torn = [group for group in run.groups if len({sample["reward"] for sample in group}) > 1]
+    fact = f"{run.recent('zero_std_fraction'):.0%} of the groups have equal rewards, and no step has an advantage"
+    return _cause("advantages-cancel", CERTAIN, fact, run.show(*(torn[0] if torn else ())))
+
+
+def rewards_missing(run: RunRecords) -> Cause | None:
+    """Count responses without a reward."""
+    if (share := run.recent("missing_rewards")) < 0.2:
+        return None
+    fact = f"mean of the rewards that exist: {run.recent('reward'):.4g}"
+    return _cause("missing-rewards", CERTAIN if run.idle > 0.5 or share > 0.5 else LIKELY, fact, share=share)
+
+
+def not_parsed(run: RunRecords) -> Cause | None:
+    """Look for right answers among responses that all fail."""
+    if not run.fails_alike or run.cut > 0.5 or len(run.right) < max(2, 0.02 * len(run.rewards)):
+        return None
+    fact = f"{len(run.right)} of {len(run.rewards)} sampled responses contain the answer of their row"
+    return _cause("not-parsed", CERTAIN, fact, run.show(*run.right), reward=run.rewards[0])
+
+
+def too_hard(run: RunRecords) -> Cause | None:
+    """Look for a success."""
+    if not run.fails_alike or run.cut > 0.5 or max(run.evaluated, default=0.0) > run.rewards[0] + 0.02:
+        return None
+    if len(run.right) >= max(2, 0.02 * len(run.rewards)):
+        return None
+    more = 4 * int(run.setting(f"{run.generation}.n", 8))
+    count = len(run.rewards)
+    return _cause("too-hard", LIKELY, run.show(*run.samples), count=count, reward=run.rewards[0], more=more)
+
+
+def equal_rewards(run: RunRecords) -> Cause | None:
+    """Look for groups of different responses with equal rewards."""
+    groups = [group for group in run.groups if len({_text(sample) for sample in group}) > 1]
+    if not run.silent or run.cut > 0.5 or max(run.rewards, default=0.0) <= 0 or run.recent("missing_rewards") > 0.2:
+        return None
+    if len(groups) < max(1, len(run.groups) / 4) or len(run.right) > 0.7 * len(run.samples):
+        return None
+    if any(len({sample["reward"] for sample in group}) > 1 for group in groups):
+        return None
+    first = groups[0][0]
+    second = next(sample for sample in groups[0] if _text(sample) != _text(first))
+    constant = min(run.rewards) == max(run.rewards)
+    parts = [name for name in run.names(r"rewards/.+/std") if run.recent(name) > 0]
+    return _cause(
+        "equal-rewards",
+        CERTAIN,
+        run.show(first),
+        run.show(second),
+        f"{', '.join(parts)} are above 0, so the parts cancel out" if parts else "",
+        how=f"each has {run.rewards[0]:.4g}, whatever it says" if constant else "it depends on the prompt only",
+    )
+
+
+def solved(run: RunRecords) -> Cause | None:
+    """Look for success from the first steps on."""
+    rewards, equal = run.values("reward"), run.values("zero_std_fraction")
+    if not rewards or not equal or run.learns or run.trains() or fmean(equal) < 0.4 or max(run.rewards, default=1) > 1:
+        return None
+    early = fmean(rewards[: max(3, len(rewards) // 5)])
+    if early < 0.7 or max(run.evaluated[:1], default=1.0) < 0.7:
+        return None
+    return _cause("solved", CERTAIN, f"{fmean(equal):.0%} of the groups have equal rewards", reward=early)
+
+
+def equal_pairs(run: RunRecords) -> Cause | None:
+    """Compare the log-probs of chosen and rejected responses."""
+    pairs = list(zip(run.values("logprobs/chosen"), run.values("logprobs/rejected"), strict=False))
+    if not pairs or any(abs(a - b) > 1e-5 * abs(a) for a, b in pairs):
+        return None
+    return _cause("equal-pairs", CERTAIN, f"both have a log-prob of {pairs[0][0]:.4g} in the first step")
+
+
+# --- rewards that say the wrong thing ---
+
+
+def shuffled(run: RunRecords) -> Cause | None:
+    """Look for the negative control."""
+    if not run.setting("interfaces.reward.shuffle"):
+        return None
+    return _cause("shuffled", PROVEN, "interfaces.reward.shuffle=true")
+
+
+def random_pairs(run: RunRecords) -> Cause | None:
+    """Look for preferences at chance."""
+    share = run.recent("rewards/accuracy", math.nan)
+    if not abs(share - 0.5) < 0.15 or run.trains() or run.learns or run.movement < 1e-5:
+        return None
+    return None if equal_pairs(run) else _cause("random-pairs", LIKELY, f"accuracy {share:.0%} in the recent steps")
+
+
+def reward_noise(run: RunRecords) -> Cause | None:
+    """Compare the rewards of equal responses to one prompt."""
+    same: dict[Any, list[Mapping[str, Any]]] = defaultdict(list)
+    for sample in (sample for group in run.groups for sample in group):
+        same[sample.get("step"), sample.get("id"), sample.get("response")].append(sample)
+    repeated = [samples for samples in same.values() if len(samples) > 1]
+    torn = [samples for samples in repeated if len({sample["reward"] for sample in samples}) > 1]
+    if len(torn) < max(3, 0.25 * len(repeated)):
+        return None
+    low, high = ((choose(torn[0], key=lambda sample: sample["reward"])) for choose in (min, max))
+    fact = f"{len(torn)} of {len(repeated)} repeated responses"
+    sure = LIKELY if run.learns else CERTAIN
+    return _cause("reward-noise", sure, fact, run.show(low), f"and {high['reward']:.4g} for the same text")
+
+
+def outliers(run: RunRecords) -> Cause | None:
+    """Look for rewards far beyond nine in ten of the others, of responses or of whole steps."""
+    for what, values in (("a sampled response", run.rewards), ("the mean of a step", run.values("reward"))):
+        ordered = sorted(map(abs, values))
+        if len(ordered) >= RECENT and ordered[-1] >= 15 * max(usual := ordered[int(0.9 * len(ordered))], 1.0):
+            fact = f"nine in ten are below {usual:.4g}"
+            return _cause("reward-outliers", LIKELY if run.learns else PROVEN, fact, high=ordered[-1], what=what)
+    return None
+
+
+def wrong_answers(run: RunRecords) -> Cause | None:
+    """Compare the first rewards of training with the first evaluation."""
+    early = run.values("reward")[: max(3, len(run.steps) // 4)]
+    if not early or not run.evaluated or not run.held_out[0].endswith("reward") or run.trains():
+        return None
+    if min(run.values("zero_std_fraction"), default=0.0) == 1:
+        return None
+    training, held_out = fmean(early), run.evaluated[0]
+    if run.generalizes() or held_out < 2.5 * training or held_out - training < 0.05:
+        return None
+    return _cause("wrong-answers", LIKELY, run.show(*run.samples), training=training, held_out=held_out)
+
+
+def reward_exploited(run: RunRecords) -> Cause | None:
+    """Look for a reward that rises while held-out data do not improve, and at what rises with it."""
+    course, length = run.course("reward"), run.course("response_tokens")
+    if course is None or not run.trains() or run.generalizes():
+        return None
+    worse = run.generalizes(-1) or (len(run.evaluated) > 2 and run.evaluated[-1] <= 0.25 * run.evaluated[0])
+    facts = [f"reward {course}"]
+    facts += [f"{run.held_out[0]} {run.evaluated[0]:.4g} to {run.evaluated[-1]:.4g}"] if run.evaluated else []
+    parts = {name.split("/")[1]: c for name in run.names("rewards/.+/mean") if (c := run.course(name))}
+    rising = [name for name, c in parts.items() if c.moved(1)]
+    others = [name for name in parts if name not in rising]
+    if rising and others:
+        facts += [f"{name} {parts[name]}" for name in (rising[0], others[0])]
+        return _cause("reward-parts", CERTAIN, *facts, rising=rising[0], other=others[0])
+    changed = length is not None and not 0.67 < length.end / max(length.start, 1e-6) < 1.5
+    if not worse and not changed:
+        return None
+    facts += [f"tokens of a response {length}"] if changed else []
+    latest = sorted(run.samples, key=lambda sample: (sample.get("step") or 0, sample.get("reward") or 0.0))[-1:]
+    which = "get worse" if worse else "do not improve"
+    return _cause("reward-hacking", CERTAIN if worse else LIKELY, *facts, run.show(*latest), held_out=which)
+
+
+# --- updates that are too small, too large, or held back ---
+
+
+def entropy_explodes(run: RunRecords) -> Cause | None:
+    """Look for sampling close to chance."""
+    course, temperature = run.course("entropy"), run.setting(f"{run.generation}.temperature", 1.0)
+    bonus = run.setting("interfaces.actor.entropy_coef", 0.0)
+    if course is None or run.learns:
+        return None
+    facts = (f"entropy {course} nats per token", run.show(*run.samples[-1:]))
+    if bonus > 0 and course.moved(1, 0.2 * course.start):
+        return _cause("entropy-bonus", CERTAIN, *facts, bonus=bonus)
+    return _cause("high-temperature", PROVEN, *facts, temperature=temperature) if temperature >= 1.5 else None
+
+
+def kl_too_strong(run: RunRecords) -> Cause | None:
+    """Compare the penalty of a nat with what the best response earns."""
+    coef, place = (run.setting(f"interfaces.actor.kl.{key}") for key in ("coef", "place"))
+    drift = run.values("ref_kl_per_sequence") or run.values("ref_kl")
+    if place in (None, "none") or not drift or run.learns or coef < 0.5:
+        return None
+    # in the loss it competes with normalized advantages, of size 1
+    spread = max(run.rewards, default=1.0) - min(run.rewards, default=0.0)
+    worth = max(spread, 1e-3) if place == "reward" else 1.0
+    fact = f"KL of {fmean(drift[-RECENT:]):.3g} nats on average"
+    return _cause("kl-too-strong", CERTAIN if coef >= 10 * worth else POSSIBLE, fact, coef=coef, worth=worth)
+
+
+def clipped(run: RunRecords) -> Cause | None:
+    """Look at the share of clipped tokens."""
+    low, high = (run.setting(f"interfaces.actor.objective.{side}", 0.2) for side in ("low", "high"))
+    share = run.recent("clip_fraction")
+    if run.learns or share < 0.2:
+        return None
+    ratios = f"ratios from {run.recent('ratio_min'):.3g} to {run.recent('ratio_max'):.3g}"
+    sure = CERTAIN if min(low, high) < 0.01 else POSSIBLE
+    return _cause("clip", sure, f"objective.low={low:g}, high={high:g}", ratios, share=share)
+
+
+def gradient_clipped(run: RunRecords) -> Cause | None:
+    """Compare the norm of the gradient with its bound."""
+    bound, norms = run.setting("models.actor.optimizer.grad_clip"), run.values("grad_norm")
+    if not bound or not norms or run.learns or sum(norm > bound for norm in norms) < 0.9 * len(norms):
+        return None
+    if (ratio := median(norms) / bound) < 20:
+        return None
+    fact = f"median norm {median(norms):.3g}, grad_clip={bound:g}"
+    return _cause("gradient-clip", CERTAIN if ratio > 1e4 else POSSIBLE, fact, ratio=ratio)
+
+
+def rate_too_low(run: RunRecords) -> Cause | None:
+    """Bound how far the learning rate can have moved a weight."""
+    rates = run.values("lr")
+    if not rates or run.learns or (run.trains() and not run.evaluated) or run.idle > 0.5:
+        return None
+    fact = f"the rate is {rates[-1]:.3g} in step {run.last}"
+    warmup = run.setting("models.actor.optimizer.schedule.warmup", 0)
+    if warmup > 2 * run.last and rates[-1] < _rate(run) / 2:
+        return _cause("warmup", CERTAIN, fact, warmup=warmup, steps=run.last, short=max(1, run.last // 20))
+    if sum(rate < max(rates) / 1000 for rate in rates) > len(rates) / 2:
+        return _cause("learning-rate-ends", CERTAIN, fact)
+    lora = "lora" in str(run.setting("models.actor.trains")).lower()
+    small = run.movement / (20 if lora else 1)
+    if small > 3e-4:
+        return None
+    sure = CERTAIN if small < 3e-5 else POSSIBLE
+    values = {"rate": max(rates), "movement": run.movement, "steps": run.last, "higher": 10 * _rate(run)}
+    return _cause("learning-rate-low", sure, fact, **values)
+
+
+def rate_too_high(run: RunRecords) -> Cause | None:
+    """Look for updates after which the policy is another one."""
+    entropy, rates = run.values("entropy"), run.values("lr")
+    if run.learns or run.trains() or len(run.steps) < 3 or max(rates, default=1.0) <= 3e-6:
+        return None
+    facts: list[tuple[float, str]] = []
+    if entropy and entropy[0] > 0.01 and not run.setting("interfaces.actor.entropy_coef"):
+        early = entropy[: max(4, len(entropy) // 3)]
+        jump = max(abs(b - a) for a, b in itertools.pairwise(early)) / entropy[0]
+        if jump > 0.5:
+            facts.append((LIKELY if jump < 1.5 else 0.85, f"the entropy jumps by {jump:.0%} within one step"))
+        if (low := min(entropy[:RECENT])) < 0.05 * entropy[0]:
+            facts.append((0.8, f"the entropy falls from {entropy[0]:.3g} to {low:.3g} nats within {RECENT} steps"))
+    if (kl := max(run.values("approx_kl"), default=0.0)) > 0.3:
+        facts.append((0.85, f"approx_kl reaches {kl:.3g} nats per token"))
+    if not facts:
+        return None
+    values = {"rate": max(rates, default=_rate(run)), "lower": _rate(run) / 10}
+    return _cause("learning-rate-high", max(facts)[0], *(text for _, text in facts), **values)
+
+
+def critic_useless(run: RunRecords) -> Cause | None:
+    """Look at the explained variance of the value function."""
+    values = [x for name in run.names("(.+/)?explained_variance") for x in run.values(name)[-RECENT:]]
+    if len(values) < 5 or (worst := median(values)) > (-1.0 if run.learns else 0.0):
+        return None
+    return _cause("critic", CERTAIN if worst < -1 else LIKELY, f"in the last {len(values)} steps", variance=worst)
+
+
+# --- data, and what is measured ---
+
+
+def duplicates(run: RunRecords) -> Cause | None:
+    """Count sampled prompts."""
+    prompts = Counter(str(group[0].get("prompt")) for group in run.groups)
+    text, count = next(iter(prompts.most_common(1)), ("", 0))
+    share = count / max(1, prompts.total())
+    if prompts.total() < 8 or share < 0.4:
+        return None
+    return _cause("duplicates", PROVEN, f"{count} of {prompts.total()}: {visible(shorten(text, 120))!r}", share=share)
+
+
+def one_answer(run: RunRecords) -> Cause | None:
+    """Count responses, held out and late in training."""
+    facts = _collapsed(run)
+    late = [group for group in run.groups if (group[0].get("step") or 0) > run.last * 2 / 3]
+    told = Counter(_text(sample) for group in late for sample in group)
+    text, count = next(iter(told.most_common(1)), ("", 0))
+    prompts = len({str(group[0].get("prompt")) for group in late})
+    if prompts >= 3 and count > 0.7 * told.total():
+        share = count / told.total()
+        facts.append(f"{share:.0%} of the late responses to {prompts} prompts are {visible(shorten(text, 80))!r}")
+    return _cause("one-answer", POSSIBLE if run.learns else LIKELY + 0.1, *facts) if facts else None
+
+
+def evaluation_differs(run: RunRecords) -> Cause | None:
+    """Compare the settings and prompts of the evaluation with those of training."""
+    if not run.trains() or run.generalizes() or not run.evaluated:
+        return None
+    facts = list[str]()
+    cut = run.values(f"{run.held_out[0].rpartition('/')[0]}/truncated_fraction", run.history)
+    if cut and cut[-1] > 0.5 > run.cut:
+        facts.append(f"{cut[-1]:.0%} of the held-out responses are cut off, and {run.cut:.0%} in training")
+    for name, differs in (("max_new_tokens", float.__lt__), ("temperature", float.__gt__)):
+        ours, theirs = run.setting(f"{run.generation}.{name}"), run.setting(f"evaluation.generation.{name}")
+        ignored = name == "temperature" and run.setting("evaluation.generation.greedy")
+        if None not in (ours, theirs) and not ignored and differs(float(theirs), float(ours)):
+            facts.append(f"evaluation.generation.{name}={theirs:g}, and {ours:g} in training")
+    known = {word for sample in run.samples for word in str(sample.get("prompt")).split()}
+    asked = [word for sample in run.eval_samples for word in str(sample.get("prompt")).split()]
+    new = sum(word not in known for word in asked) / max(1, len(asked))
+    if new > 0.2 and len(run.groups) > 5:
+        facts.append(f"{new:.0%} of the words of the held-out prompts are in no sampled prompt of training")
+    return _cause("evaluation-differs", CERTAIN, *facts, run.show(*run.eval_samples[-1:])) if facts else None
+
+
+def no_gradient(run: RunRecords) -> Cause | None:
+    """Count recent steps without a gradient, for any reason."""
+    for name in run.names("(.+/)?zero_gradient_steps"):
+        role = name.removesuffix("zero_gradient_steps")
+        recent = [record for record in run.steps[-RECENT:] if name in record]
+        # a step of several mini-batches counts only if none of them changed the weights
+        idle = sum(1 for record in recent if record[name] and not record.get(f"{role}optimizer_steps"))
+        if len(recent) < RECENT or 2 * idle < RECENT or run.learns:
+            continue
+        equal = run.values("zero_std_fraction")
+        fact = f"{run.recent('zero_std_fraction'):.0%} of the groups have equal rewards" if equal else ""
+        of_role = f" ({role[:-1]})" if role else ""
+        return _cause("no-gradient", LIKELY - 0.05, fact, idle=idle, recent=RECENT, role=of_role)
+    return None
+
+
+SYMPTOMS: tuple[Symptom, ...] = (
+    not_finite,
+    sampler_differs,
+    template_twice,
+    template_missing,
+    prompts_cut,
+    shuffled,
+    advantages_cancel,
+    rewards_missing,
+    not_parsed,
+    truncated,
+    equal_responses,
+    equal_rewards,
+    solved,
+    equal_pairs,
+    duplicates,
+    reward_noise,
+    outliers,
+    evaluation_differs,
+    reward_exploited,
+    entropy_explodes,
+    kl_too_strong,
+    clipped,
+    gradient_clipped,
+    rate_too_low,
+    critic_useless,
+    rate_too_high,
+    wrong_answers,
+    one_answer,
+    random_pairs,
+    too_hard,
+    no_gradient,
+)
+"""All symptoms. Of equally sure causes, the earlier explains the later."""
+
+
+# --- what samples show ---
+
+_MARKER = re.compile(r"<\|?/?[A-Za-z_][^<>\s]*\|?>|\[/?INST\]|<<SYS>>")
+_DOUBLED = re.compile(r"(<\|?/?[A-Za-z_][^<>\s]*\|?>|\[/?INST\])(?:\s*(?:user|assistant|system))?\s*\1")
+
+
+def _text(sample: Mapping[str, Any]) -> str:
+    return " ".join(str(sample.get("response")).split())
+
+
+def _tokens(record: Mapping[str, Any], *, given: bool) -> list[str]:
+    """Return the texts of the prompt's tokens, or of the others."""
+    pairs = zip(record.get("text") or (), record.get("given") or (), strict=False)
+    return [text for text, of_prompt in pairs if bool(of_prompt) is given]
+
+
+def _has_answer(sample: Mapping[str, Any]) -> bool:
+    """Return whether a response contains the answer of its row as a word."""
+    answer = re.escape(str(sample.get("answer") or ""))
+    return bool(answer) and re.search(rf"(?<![\w.]){answer}(?!\w)", str(sample.get("response"))) is not None
+
+
+def _repeats(sample: Mapping[str, Any]) -> bool:
+    """Return whether the second half of a response repeats a few words."""
+    words = str(sample.get("response")).split()
+    tail = words[len(words) // 2 :]
+    return len(tail) >= 4 and len(set(tail)) <= max(2, len(tail) / 3)
+
+
+def _goes_on(record: Mapping[str, Any]) -> bool:
+    """Return whether a recorded response goes on after an end token."""
+    pattern = r"<\|?(end\w*|eot_id|im_end|eos|/s)\|?>"
+    return any(re.fullmatch(pattern, text.strip()) for text in _tokens(record, given=False)[:-2])
+
+
+def _has_template(path: Any) -> bool:
+    """Return whether a local model folder has a chat template."""
+    folder = Path(str(path))
+    try:
+        settings = json.loads((folder / "tokenizer_config.json").read_bytes())
+    except (OSError, ValueError):
+        return False
+    return "chat_template" in settings or (folder / "chat_template.jinja").is_file()
+
+
+def _collapsed(run: RunRecords) -> list[str]:
+    """Return which evaluations have mostly equal responses that earn no more than one answer to everything."""
+    facts = []
+    for name in run.names("eval/(.+/)?most_common_fraction"):
+        prefix = name.removesuffix("most_common_fraction")
+        # an untrained policy may well repeat itself
+        record = next((record for record in reversed(run.steps) if name in record), {name: 0.0})
+        reward, constant = record.get(f"{prefix}reward"), record.get(f"{prefix}constant_reward")
+        few = (
+            record[name] >= (0.9 if constant is None else 0.5) and record.get(f"{prefix}distinct_fraction", 0) <= 1 / 8
+        )
+        if not few or (constant is not None and reward is not None and reward > constant):
+            continue
+        which = prefix.removeprefix("eval/").removesuffix("/")
+        earned = "" if constant is None else f"; it earns {constant:.4g} on every prompt, and the policy {reward:.4g}"
+        facts.append(f"{record[name]:.0%} of the held-out responses{which and f' of {which}'} are the same one{earned}")
+    return facts
+
+
+def _rate(run: RunRecords) -> float:
+    return float(run.setting("models.actor.optimizer.lr", 0.0))
+
+
+__all__ = ["Cause", "Diagnosis", "RunRecords", "Symptom", "diagnose", "diagnosis_lines", "diagnosis_of"]

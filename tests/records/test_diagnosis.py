@@ -1,0 +1,199 @@
+"""Each cause is found in records that show it, and in no others."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from realign.records.diagnosis import PAGE, Cause, RunRecords, _words_of_causes, diagnose, diagnosis_lines, diagnosis_of
+
+ROOT = Path(__file__).parents[2]
+CONFIG = {
+    "models": {"actor": {"optimizer": {"lr": 1e-3, "grad_clip": 1.0}}},
+    "interfaces": {"actor": {"generation": {"n": 4, "max_new_tokens": 8, "temperature": 1.0}}},
+}
+STEPS = 20
+QUIET = {"zero_std_fraction": 1.0, "zero_gradient_steps": 1.0, "optimizer_steps": 0.0}
+
+
+def history(start=0.2, end=0.2, held_out=None, **metrics):
+    """Return records whose reward goes from `start` to `end`; a metric may be a pair of its first and last value."""
+    normal = {"lr": 1e-3, "optimizer_steps": 1.0, "zero_std_fraction": 0.2, "entropy": 1.0, "zero_gradient_steps": 0.0}
+    records = [{"step": 0}]
+    for step in range(1, STEPS + 1):
+        share = (step - 1) / (STEPS - 1)
+        values = normal | {"reward": (start, end)} | metrics
+        records.append(
+            {"step": step} | {k: v if isinstance(v, float) else v[0] + share * (v[1] - v[0]) for k, v in values.items()}
+        )
+    for place, value in zip((0, 5, 10, 15, 20), held_out or (), strict=False):
+        records[place]["eval/reward"] = value
+    return records
+
+
+def samples(*texts, reward=0.0, prompt="{}+1=", answer=None, every=1):
+    """Return the same responses to another prompt in each step; rewards may be a list."""
+    rewards = reward if isinstance(reward, list) else [reward] * len(texts)
+    return [
+        {"step": step, "id": f"{step}@0", "prompt": prompt.format(step), "response": text, "reward": value}
+        | ({} if answer is None else {"answer": answer.format(step)})
+        for step in range(1, STEPS + 1, every)
+        for text, value in zip(texts, rewards, strict=True)
+    ]
+
+
+def config(**changes):
+    """Return the config with other values; keys are dotted, with `__` for a period."""
+    changed = json.loads(json.dumps(CONFIG))
+    for key, value in changes.items():
+        node = changed
+        *path, last = key.split("__")
+        for name in path:
+            node = node.setdefault(name, {})
+        node[last] = value
+    return changed
+
+
+FLAT = (0.2, 0.2, 0.2, 0.2, 0.2)
+CASES = {
+    "not-finite": RunRecords(history(nonfinite_steps=1.0), CONFIG),
+    "dropout": RunRecords(history(first_logprob_diff_max=2.0), config(models__actor__dropout=0.1)),
+    "sampler": RunRecords(history(first_logprob_diff_max=2.0), CONFIG),
+    "sampler-stale": RunRecords(history(first_logprob_diff_max=(0.0, 3.0)), CONFIG),
+    "template-twice": RunRecords(history(), CONFIG, samples("4", prompt="<|user|> <|user|> {}?")),
+    "template-missing": RunRecords(
+        history(), config(data__template="plain", models__actor__path="MODEL"), samples("4", prompt="{}+3?")
+    ),
+    "prompts-cut": RunRecords(
+        history(),
+        config(data__max_prompt_tokens=2, data__too_long="truncate_left"),
+        tokens=[{"text": ["a", "b", "c"], "given": [1, 1, 0], "start": 0}],
+    ),
+    "shuffled": RunRecords(history(), config(interfaces__reward__shuffle=True)),
+    "advantages-cancel": RunRecords(history(advantage_max=0.0, advantage_min=0.0), CONFIG),
+    "missing-rewards": RunRecords(history(missing_rewards=0.8), CONFIG),
+    "not-parsed": RunRecords(
+        history(0.0, 0.0, **QUIET), CONFIG, samples("so {} is 7.", "no", answer="7") + samples("x", answer="{}9")
+    ),
+    "too-hard": RunRecords(history(0.0, 0.0, **QUIET), CONFIG, samples("a", "b", answer="7")),
+    "truncated": RunRecords(history(0.0, 0.0, truncated_fraction=1.0, **QUIET), CONFIG, samples("one two three four")),
+    "no-end-token": RunRecords(history(0.0, 0.0, truncated_fraction=1.0, **QUIET), CONFIG, samples("7" + " so" * 12)),
+    "equal-responses": RunRecords(
+        history(zero_std_fraction=0.9), config(interfaces__actor__generation__temperature=0.1), samples("7", "7", "7")
+    ),
+    "equal-rewards": RunRecords(history(1.0, 1.0, **QUIET), CONFIG, samples("a", "b", reward=1.0)),
+    "solved": RunRecords(history(0.95, 0.95, (0.95,) * 5, zero_std_fraction=0.8), CONFIG),
+    "equal-pairs": RunRecords(history(**{"logprobs/chosen": -3.0, "logprobs/rejected": -3.0}), CONFIG),
+    "random-pairs": RunRecords(
+        history(**{"rewards/accuracy": 0.5, "logprobs/chosen": -3.0, "logprobs/rejected": -2.0, "reward": 0.5}), CONFIG
+    ),
+    "duplicates": RunRecords(history(), CONFIG, samples("a", "b", reward=[0.0, 1.0], prompt="1+1=")),
+    "reward-noise": RunRecords(history(), CONFIG, samples("a", "a", "b", reward=[0.0, 1.0, 0.5])),
+    "reward-outliers": RunRecords(history(), CONFIG, [*samples("a", "b", reward=0.5), *samples("c", reward=900.0)[:1]]),
+    "evaluation-differs": RunRecords(
+        history(0.2, 0.9, FLAT),
+        CONFIG,
+        samples("a", "b", reward=[0.0, 1.0]),
+        [{"step": 20, "prompt": "How many?", "response": "c", "reward": 0.0}],
+    ),
+    "reward-parts": RunRecords(
+        history(1.0, 9.0, FLAT, **{"rewards/short/mean": (1.0, 9.0), "rewards/right/mean": 0.2}), CONFIG
+    ),
+    "reward-hacking": RunRecords(history(1.0, 9.0, (0.5, 0.4, 0.2, 0.1, 0.0), response_tokens=(9.0, 60.0)), CONFIG),
+    "entropy-bonus": RunRecords(history(entropy=(1.0, 3.0)), config(interfaces__actor__entropy_coef=1.0)),
+    "high-temperature": RunRecords(history(), config(interfaces__actor__generation__temperature=3.0)),
+    "kl-too-strong": RunRecords(
+        history(ref_kl=0.001), config(interfaces__actor__kl__coef=50.0, interfaces__actor__kl__place="loss")
+    ),
+    "clip": RunRecords(history(clip_fraction=0.9), config(interfaces__actor__objective__low=1e-6)),
+    "gradient-clip": RunRecords(history(grad_norm=1.0), config(models__actor__optimizer__grad_clip=1e-9)),
+    "warmup": RunRecords(history(lr=1e-8), config(models__actor__optimizer__schedule__warmup=10_000)),
+    "learning-rate-ends": RunRecords(
+        [record | ({"lr": 1e-9} if record["step"] > 5 else {}) for record in history()], CONFIG
+    ),
+    "learning-rate-low": RunRecords(history(lr=1e-9), config(models__actor__optimizer__lr=1e-9)),
+    "learning-rate-high": RunRecords(
+        [record | ({"entropy": 5.0} if record["step"] > 2 else {}) for record in history(0.2, 0.0)], CONFIG
+    ),
+    "critic": RunRecords(history(**{"critic/explained_variance": -4.0}), CONFIG),
+    "wrong-answers": RunRecords(history(0.02, 0.02, (0.5, 0.5, 0.4, 0.4, 0.3)), CONFIG),
+    "one-answer": RunRecords(history(), CONFIG, samples("always", "always", reward=[0.0, 0.0])),
+    "no-gradient": RunRecords(history(**QUIET), CONFIG),
+}
+
+
+@pytest.mark.parametrize("name", _words_of_causes())
+def test_each_cause_is_named_first_in_records_that_show_it(name, tmp_path):
+    run = CASES[name]
+    if name == "template-missing":
+        (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "x"}')
+        run.config["models"]["actor"]["path"] = str(tmp_path)
+    named = {cause.name: cause.sure for cause in diagnose(run).causes}
+    assert next(iter(named), None) == name or (name in named and named[name] == max(named.values())), named
+
+
+def test_a_run_that_learns_is_accused_of_nothing():
+    told = samples("one", "two", reward=[0.0, 1.0], answer="two")
+    learned = diagnose(RunRecords(history(0.2, 0.9, (0.2, 0.5, 0.7, 0.8, 0.9)), CONFIG, told))
+    assert learned.causes == ()
+    assert "eval/reward 0.2 to 0.9 in 20 steps" in learned.sentence
+    without_evaluation = diagnose(RunRecords(history(0.2, 0.9), CONFIG, told))
+    assert without_evaluation.causes == ()
+    idle_at_the_end = [r | (QUIET if r["step"] > 12 else {}) for r in history(0.2, 1.0, (0.2, 0.5, 0.9, 1.0, 1.0))]
+    assert diagnose(RunRecords(idle_at_the_end, CONFIG, told)).causes == ()
+
+
+def test_few_steps_and_no_steps_are_not_judged():
+    assert diagnose(RunRecords([{"step": 0}])).sentence == "The run has no complete step yet."
+    assert "too few to judge" in diagnose(RunRecords(history()[:4], CONFIG)).sentence
+
+
+def test_an_evaluation_whose_answers_are_all_the_same_says_what_one_answer_earns():
+    """The figures are those of a real run, in which all 48 answers were equal."""
+    records = history()
+    equal = {"distinct_fraction": 1 / 48, "most_common_fraction": 1.0, "reward": 0.6458, "constant_reward": 0.6458}
+    records[-1] |= {f"eval/math/{name}": value for name, value in equal.items()}
+    (fact,) = next(c for c in diagnose(RunRecords(records, CONFIG)).causes if c.name == "one-answer").evidence
+    assert fact.startswith("100% of the held-out responses of math are the same one; it earns 0.6458 on every prompt")
+    for change in ({"reward": 0.7}, {"most_common_fraction": 0.4}, {"distinct_fraction": 0.5}):
+        records[-1] |= {f"eval/math/{name}": value for name, value in (equal | change).items()}
+        assert "one-answer" not in [cause.name for cause in diagnose(RunRecords(records, CONFIG)).causes]
+
+
+def test_steps_without_a_gradient_are_judged_by_role_and_by_whole_steps():
+    records = history()
+    for record in records[1:]:
+        record |= {"critic/optimizer_steps": 0.0, "critic/zero_gradient_steps": 2.0}
+    (cause,) = (c for c in diagnose(RunRecords(records, CONFIG)).causes if c.name == "no-gradient")
+    assert cause.sentence.startswith("10 of the last 10 steps had no gradient (critic)")
+    several = history(optimizer_steps=1.0, zero_gradient_steps=3.0)
+    assert "no-gradient" not in [cause.name for cause in diagnose(RunRecords(several, CONFIG)).causes]
+
+
+def test_a_symptom_of_the_user_is_shown_with_the_others(tmp_path):
+    def too_short(run):
+        short = run.recent("response_tokens", 99.0) < 3
+        return Cause("short", "Responses are too short.", (), "Ask for more.", 0.99, ("seed=1",)) if short else None
+
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in history(response_tokens=1.0)))
+    diagnosis = diagnosis_of(tmp_path, [too_short])
+    assert diagnosis.sentence == "Responses are too short."
+    lines = diagnosis_lines(tmp_path, diagnosis)
+    assert lines[0] == "Responses are too short."
+    assert f"   realign {tmp_path}/config.yaml seed=1 output_dir={tmp_path}-again" in lines
+
+
+def test_the_page_has_a_heading_for_each_cause():
+    headings = re.findall(r"^### (\S+)$", (ROOT / PAGE).read_text(), re.M)
+    assert headings == list(_words_of_causes())
+
+
+def test_damaged_records_and_settings_do_not_stop_it(tmp_path):
+    values = [None, "x", [], {}, -1, 1e308, True]
+    for name in ("metrics", "samples", "eval_samples", "tokens"):
+        keys = ["step", "reward", "id", "prompt", "response", "text", "given", "entropy", "lr", "eval/reward", "answer"]
+        lines = [{key: values[(i + j) % len(values)] for j, key in enumerate(keys)} for i in range(40)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "config.yaml").write_text("models: {actor: {optimizer: {lr: [1]}}}\ninterfaces: {actor: {kl: x}}\n")
+    assert diagnosis_of(tmp_path).sentence
