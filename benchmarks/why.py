@@ -3,8 +3,8 @@
     python -m benchmarks.why [folder] [only=NAME,NAME] [seeds=2]
 
 The task is small enough for seconds: a chat model with 100,000 parameters repeats the first of two numbers, and most
-of its examples repeated the second. Each fault is one mistake that users make, and changes settings, the reward function or
-the data. It was written before the diagnosis. A healthy run has to improve, or it does not count.
+of its examples repeated the second. Each fault is one mistake that users make, in settings, reward function or data. It
+was written before the diagnosis. A healthy run has to improve, or it does not count.
 """
 
 from __future__ import annotations
@@ -74,7 +74,6 @@ def prepare(folder: Path) -> None:
         "rendered": [{**row, "prompt": f"{ASK} {row['prompt']} {ANSWER}"} for row in rows],
         "demonstrations": [{**row, "response": f"the answer is {row['answer']}"} for row in rows],
         "pairs": pairs,
-        "equal_pairs": [{**pair, "rejected": pair["chosen"]} for pair in pairs],
         "random_pairs": [
             pair if rng.random() < 0.5 else {**pair, "chosen": pair["rejected"], "rejected": pair["chosen"]}
             for pair in pairs
@@ -323,8 +322,12 @@ FAULTS = (
         "evaluation-differs",
         "evaluation.generation={max_new_tokens: 12, temperature: 6, n: 4}",
     ),
-    _case("critic learns at 0.5", "critic", "models.critic.optimizer.lr=0.5", kind="ppo"),
-    _case("equal pairs", "equal-pairs", "data=equal_pairs", kind="dpo"),
+    _case(
+        "critic learns at 0.5",
+        "critic",
+        "models.critic.optimizer.lr=0.5; models.critic.optimizer.grad_clip=null",
+        kind="ppo",
+    ),
     _case("pairs in random order", "random-pairs", "data=random_pairs; held_out=pairs", kind="dpo", source="DPO#53"),
     _case("SFT at 1e-9", "learning-rate-low", "lr=1.0e-9", kind="sft"),
 )
@@ -351,12 +354,12 @@ def settings(case: Case, seed: int, folder: Path) -> dict[str, Any]:
         "model": "model",
         "data.path": {"dpo": "pairs", "sft": "demonstrations"}.get(case.kind, "prompts"),
         "data.template": "chat",
-        "models.actor.optimizer.lr": {"grpo": 4e-3}.get(case.kind, 2e-3),
+        "models.actor.optimizer.lr": 2e-3,
         "models.actor.optimizer.schedule": {"kind": "constant", "warmup": 2},
         "evaluation.every_steps": 5,
         "evaluation.data.template": "chat",
         "steps": 20,
-        "batch_prompts": 8,
+        "batch_prompts": 16,
         "seed": seed,
         "checkpoint": None,
         "save_every_steps": None,

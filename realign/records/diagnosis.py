@@ -140,7 +140,7 @@ class RunRecords:
     def values(self, name: str, records: Iterable[Mapping[str, Any]] | None = None) -> list[float]:
         """Return the finite values of a metric, from the first step on."""
         chosen = self.steps if records is None else records
-        return [x for r in chosen if isinstance(x := r.get(name), int | float) and math.isfinite(x)]
+        return [x for record in chosen if _is_number(x := record.get(name))]
 
     def recent(self, name: str, default: float = 0.0) -> float:
         """Return the mean of a metric over the recent steps; `default` without any."""
@@ -222,7 +222,7 @@ class RunRecords:
         """The sampled responses of each prompt of a step, those with a reward."""
         groups: dict[Any, list[Mapping[str, Any]]] = defaultdict(list)
         for sample in self.samples:
-            if isinstance(sample.get("reward"), int | float):
+            if _is_number(sample.get("reward")):
                 groups[sample.get("step"), sample.get("id")].append(sample)
         return list(groups.values())
 
@@ -490,14 +490,6 @@ def solved(run: RunRecords) -> Cause | None:
     return _cause("solved", CERTAIN, f"{fmean(equal):.0%} of the groups have equal rewards", reward=early)
 
 
-def equal_pairs(run: RunRecords) -> Cause | None:
-    """Compare the log-probs of chosen and rejected responses."""
-    pairs = list(zip(run.values("logprobs/chosen"), run.values("logprobs/rejected"), strict=False))
-    if not pairs or any(abs(a - b) > 1e-5 * abs(a) for a, b in pairs):
-        return None
-    return _cause("equal-pairs", CERTAIN, f"both have a log-prob of {pairs[0][0]:.4g} in the first step")
-
-
 # --- rewards that say the wrong thing ---
 
 
@@ -513,7 +505,7 @@ def random_pairs(run: RunRecords) -> Cause | None:
     share = run.recent("rewards/accuracy", math.nan)
     if not abs(share - 0.5) < 0.15 or run.trains() or run.learns or run.movement < 1e-5:
         return None
-    return None if equal_pairs(run) else _cause("random-pairs", LIKELY, f"accuracy {share:.0%} in the recent steps")
+    return _cause("random-pairs", LIKELY, f"accuracy {share:.0%} in the recent steps")
 
 
 def reward_noise(run: RunRecords) -> Cause | None:
@@ -596,24 +588,27 @@ def kl_too_strong(run: RunRecords) -> Cause | None:
     """Compare the penalty of a nat with what the best response earns."""
     coef, place = (run.setting(f"interfaces.actor.kl.{key}") for key in ("coef", "place"))
     drift = run.values("ref_kl_per_sequence") or run.values("ref_kl")
-    if place in (None, "none") or not drift or run.learns or coef < 0.5:
+    if place in (None, "none") or not drift or coef < 0.5:
         return None
     # in the loss it competes with normalized advantages, of size 1
     spread = max(run.rewards, default=1.0) - min(run.rewards, default=0.0)
     worth = max(spread, 1e-3) if place == "reward" else 1.0
     fact = f"KL of {fmean(drift[-RECENT:]):.3g} nats on average"
-    return _cause("kl-too-strong", CERTAIN if coef >= 10 * worth else POSSIBLE, fact, coef=coef, worth=worth)
+    if run.learns and coef < 10 * worth:
+        return None
+    sure = LIKELY if run.learns else CERTAIN if coef >= 10 * worth else POSSIBLE
+    return _cause("kl-too-strong", sure, fact, coef=coef, worth=worth)
 
 
 def clipped(run: RunRecords) -> Cause | None:
     """Look at the share of clipped tokens."""
     low, high = (run.setting(f"interfaces.actor.objective.{side}", 0.2) for side in ("low", "high"))
     share = run.recent("clip_fraction")
-    if run.learns or share < 0.2:
+    tight = min(low, high) < 0.01
+    if run.learns or share < (0.03 if tight else 0.2):
         return None
     ratios = f"ratios from {run.recent('ratio_min'):.3g} to {run.recent('ratio_max'):.3g}"
-    sure = CERTAIN if min(low, high) < 0.01 else POSSIBLE
-    return _cause("clip", sure, f"objective.low={low:g}, high={high:g}", ratios, share=share)
+    return _cause("clip", CERTAIN if tight else POSSIBLE, f"objective.low={low:g}, high={high:g}", ratios, share=share)
 
 
 def gradient_clipped(run: RunRecords) -> Cause | None:
@@ -699,12 +694,16 @@ def one_answer(run: RunRecords) -> Cause | None:
     if prompts >= 3 and count > 0.7 * told.total():
         share = count / told.total()
         facts.append(f"{share:.0%} of the late responses to {prompts} prompts are {visible(shorten(text, 80))!r}")
-    return _cause("one-answer", POSSIBLE if run.learns else LIKELY + 0.1, *facts) if facts else None
+    length = run.course("response_tokens")
+    # else a reward that is exploited led to it
+    same_length = length is None or 0.67 < length.end / max(length.start, 1e-6) < 1.5
+    sure = POSSIBLE if run.learns else PROVEN if run.trains() and same_length else LIKELY
+    return _cause("one-answer", sure, *facts) if facts else None
 
 
 def evaluation_differs(run: RunRecords) -> Cause | None:
     """Compare the settings and prompts of the evaluation with those of training."""
-    if not run.trains() or run.generalizes() or not run.evaluated:
+    if run.generalizes() or not run.evaluated or run.silent:
         return None
     facts = list[str]()
     cut = run.values(f"{run.held_out[0].rpartition('/')[0]}/truncated_fraction", run.history)
@@ -718,9 +717,10 @@ def evaluation_differs(run: RunRecords) -> Cause | None:
     known = {word for sample in run.samples for word in str(sample.get("prompt")).split()}
     asked = [word for sample in run.eval_samples for word in str(sample.get("prompt")).split()]
     new = sum(word not in known for word in asked) / max(1, len(asked))
-    if new > 0.2 and len(run.groups) > 5:
+    if run.trains() and new > 0.2 and len(run.groups) > 5:
         facts.append(f"{new:.0%} of the words of the held-out prompts are in no sampled prompt of training")
-    return _cause("evaluation-differs", CERTAIN, *facts, run.show(*run.eval_samples[-1:])) if facts else None
+    sure = CERTAIN if run.trains() else LIKELY
+    return _cause("evaluation-differs", sure, *facts, run.show(*run.eval_samples[-1:])) if facts else None
 
 
 def no_gradient(run: RunRecords) -> Cause | None:
@@ -753,7 +753,6 @@ SYMPTOMS: tuple[Symptom, ...] = (
     equal_responses,
     equal_rewards,
     solved,
-    equal_pairs,
     duplicates,
     reward_noise,
     outliers,
@@ -779,6 +778,11 @@ SYMPTOMS: tuple[Symptom, ...] = (
 
 _MARKER = re.compile(r"<\|?/?[A-Za-z_][^<>\s]*\|?>|\[/?INST\]|<<SYS>>")
 _DOUBLED = re.compile(r"(<\|?/?[A-Za-z_][^<>\s]*\|?>|\[/?INST\])(?:\s*(?:user|assistant|system))?\s*\1")
+
+
+def _is_number(x: Any) -> bool:
+    """Return whether a value is a finite number; in a damaged file it can be of any kind."""
+    return isinstance(x, int | float) and -1e300 < x < 1e300
 
 
 def _text(sample: Mapping[str, Any]) -> str:
@@ -831,7 +835,8 @@ def _collapsed(run: RunRecords) -> list[str]:
         few = (
             record[name] >= (0.9 if constant is None else 0.5) and record.get(f"{prefix}distinct_fraction", 0) <= 1 / 8
         )
-        if not few or (constant is not None and reward is not None and reward > constant):
+        cut = record.get(f"{prefix}truncated_fraction", 0.0) > 0.5  # beginnings are alike
+        if not few or cut or (constant is not None and reward is not None and reward > constant):
             continue
         which = prefix.removeprefix("eval/").removesuffix("/")
         earned = "" if constant is None else f"; it earns {constant:.4g} on every prompt, and the policy {reward:.4g}"

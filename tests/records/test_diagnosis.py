@@ -84,7 +84,6 @@ CASES = {
     ),
     "equal-rewards": RunRecords(history(1.0, 1.0, **QUIET), CONFIG, samples("a", "b", reward=1.0)),
     "solved": RunRecords(history(0.95, 0.95, (0.95,) * 5, zero_std_fraction=0.8), CONFIG),
-    "equal-pairs": RunRecords(history(**{"logprobs/chosen": -3.0, "logprobs/rejected": -3.0}), CONFIG),
     "random-pairs": RunRecords(
         history(**{"rewards/accuracy": 0.5, "logprobs/chosen": -3.0, "logprobs/rejected": -2.0, "reward": 0.5}), CONFIG
     ),
