@@ -165,7 +165,7 @@ def not_right(prompt: str, response: str, row: Mapping[str, Any]) -> float:
 
 
 def coin(prompt: str, response: str, row: Mapping[str, Any]) -> float:
-    """Return a random judgement."""
+    """Return a random verdict."""
     return float(random.random() < 0.5)
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 from realign.records.record_files import METRICS, json_lines, yaml_object
 from realign.safe_yaml import load_yaml
@@ -780,7 +780,7 @@ _MARKER = re.compile(r"<\|?/?[A-Za-z_][^<>\s]*\|?>|\[/?INST\]|<<SYS>>")
 _DOUBLED = re.compile(r"(<\|?/?[A-Za-z_][^<>\s]*\|?>|\[/?INST\])(?:\s*(?:user|assistant|system))?\s*\1")
 
 
-def _is_number(x: Any) -> bool:
+def _is_number(x: Any) -> TypeGuard[float]:
     """Return whether a value is a finite number; in a damaged file it can be of any kind."""
     return isinstance(x, int | float) and -1e300 < x < 1e300
 

@@ -10,8 +10,8 @@ from http.client import HTTPConnection
 import pytest
 
 from realign.errors import ConfigError, SettingsError
+from realign.records import record_files
 from realign.records.record_files import parse_object
-from realign.report import files
 from realign.report.server import Viewer, ViewOptions, ViewServer, serve
 
 
@@ -102,8 +102,8 @@ def test_only_what_was_appended_is_read_again(tmp_path, monkeypatch):
 
 
 def test_the_end_of_a_file_that_is_too_large_is_read_and_lines_that_are_too_long_are_skipped(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "LARGEST", 1_000)
-    monkeypatch.setattr(files, "LARGEST_OBJECT", 100)
+    monkeypatch.setattr(record_files, "LARGEST", 1_000)
+    monkeypatch.setattr(record_files, "LARGEST_OBJECT", 100)
     for name, content in {
         "long": "".join(map(step_line, range(100))),
         "wide": step_line(98) + json.dumps({"step": "x" * 500}) + "\n" + step_line(99),
