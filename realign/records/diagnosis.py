@@ -665,10 +665,11 @@ def rate_too_high(run: RunRecords) -> Cause | None:
 
 def critic_useless(run: RunRecords) -> Cause | None:
     """Look at the explained variance of the value function."""
-    values = [x for name in run.names("(.+/)?explained_variance") for x in run.values(name)[-RECENT:]]
-    if len(values) < 5 or (worst := median(values)) > (-1.0 if run.learns else 0.0):
+    values = [x for name in run.names("(.+/)?explained_variance") for x in run.values(name)]
+    if len(values) < 5 or (variance := median(values)) > (-0.5 if run.learns else -0.2):
         return None
-    return _cause("critic", CERTAIN if worst < -1 else LIKELY, f"in the last {len(values)} steps", variance=worst)
+    fact = f"its median over {len(values)} steps; at worst {min(values):.3g}"
+    return _cause("critic", CERTAIN if variance < -1 else LIKELY, fact, variance=variance)
 
 
 # --- data, and what is measured ---
