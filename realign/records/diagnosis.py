@@ -543,7 +543,7 @@ def wrong_answers(run: RunRecords) -> Cause | None:
     training, held_out = fmean(early), run.evaluated[0]
     if run.generalizes() or held_out < 2.5 * training or held_out - training < 0.05:
         return None
-    return _cause("wrong-answers", LIKELY, run.show(*run.samples), training=training, held_out=held_out)
+    return _cause("wrong-answers", LIKELY + 0.05, run.show(*run.samples), training=training, held_out=held_out)
 
 
 def reward_exploited(run: RunRecords) -> Cause | None:
@@ -751,6 +751,7 @@ SYMPTOMS: tuple[Symptom, ...] = (
     rewards_missing,
     not_parsed,
     truncated,
+    one_answer,
     equal_responses,
     equal_rewards,
     solved,
@@ -767,7 +768,6 @@ SYMPTOMS: tuple[Symptom, ...] = (
     critic_useless,
     rate_too_high,
     wrong_answers,
-    one_answer,
     random_pairs,
     too_hard,
     no_gradient,
