@@ -250,6 +250,10 @@ class ModelSpec(ABC):
         """Return a spec with the value of one of its `memory_choices`."""
         raise ValueError(f"{type(self).__name__} has no choice of {choice}")
 
+    def rate_by_size(self, name: str) -> tuple[float, int] | None:
+        """Return the learning rate that the size of the model decides, and its number of weights; None if set."""
+        return None
+
     def describe_ranks(self, name: str, ranks: int) -> str | None:
         """Return how several processes divide the model of the role `name`; None if each of them has all of it."""
         return None

@@ -176,7 +176,10 @@ def _role_rows(experiment: Experiment, role: str, *, trained: bool) -> dict[str,
     described = {name: value for name, value in interface.describe(experiment.batch_prompts).items() if value}
     if not trained:
         return {name: value for name, value in described.items() if name != LOSS}
-    return _training_rows(experiment, interface.plan()) | described
+    spec = experiment.models.get(role)
+    by_size = None if spec is None else spec.rate_by_size(role)
+    rate = {"learning rate": f"{by_size[0]:g} (by size: {by_size[1]:,} weights)"} if by_size is not None else {}
+    return _training_rows(experiment, interface.plan()) | rate | described
 
 
 def _training_rows(experiment: Experiment, plan: Plan) -> dict[str, str]:

@@ -18,7 +18,7 @@ from realign.api.seeds import derive_seed
 from realign.engines.distributed.sharding import Sharding, check_reference
 from realign.engines.shared_model import Share, SharedModel
 from realign.engines.training.load_balancing import LoadBalancing
-from realign.engines.training.optimizer import OptimizerSpec, ScheduleKind
+from realign.engines.training.optimizer import OptimizerSpec, ScheduleKind, usual_rate
 from realign.errors import ConfigError, SettingsError
 from realign.models.device import DType, disable_tf32, pick_device, products_dtype, use_deterministic_algorithms
 from realign.models.files.adapters import AdapterFolder, AdapterStart, check_continues, find_adapter, is_adapter
@@ -34,7 +34,7 @@ from realign.models.module_reader import (
     read_value_head,
     settings_4bit,
 )
-from realign.models.network.heads import Causal, Head, ValueHead, is_encoder_decoder
+from realign.models.network.heads import Causal, Head, Value, ValueHead, is_encoder_decoder
 from realign.models.network.kernels import Backend, missing_package, preferred_kernel
 from realign.models.network.passes import ParallelPasses, SharedPrompts
 from realign.models.network.settings import NetworkSettings, TorchCompile
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from realign.engines.distributed.divisions import Divisions
     from realign.engines.memory import MemoryModel
     from realign.engines.training.transformers_engine import TransformersEngine
+    from realign.models.model_shape import ModelShape
 
 
 @dataclass
@@ -175,17 +176,8 @@ class TransformersModel(Settings, ModelSpec):
     def memory_model(self, name: str, device: torch.device, ranks: int) -> MemoryModel:
         """Return the formula of the memory of the role `name` on each of several ranks; see `memory`."""
         from realign.engines.memory import MemoryModel
-        from realign.models.model_shape import read_shape
 
-        path = self._base_path(name)
-        with readable(f"models.{name}: cannot read the config in {path!r}"):
-            shape = read_shape(
-                path,
-                self.head,
-                trust_remote_code=self.trust_remote_code,
-                trains=self.trains,
-                trainable=self.optimizer is not None,
-            )
+        shape = self._shape(name)
         value_head = self._value_head
         settings = self._settings(device).restrict(load_balancing=self.load_balancing is not None)
         # As in the engine: passes run one after another on several ranks, and with a value head that has layers (ADR
@@ -211,6 +203,27 @@ class TransformersModel(Settings, ModelSpec):
             tensor=self.sharding.tensor if ranks > 1 else 1,
             expert=self.sharding.expert if ranks > 1 else 1,
         )
+
+    def _shape(self, name: str) -> ModelShape:
+        """Read the sizes of the model of the role `name` from its config; ConfigError if that cannot be read."""
+        from realign.models.model_shape import read_shape
+
+        path = self._base_path(name)
+        with readable(f"models.{name}: cannot read the config in {path!r}"):
+            return read_shape(
+                path,
+                self.head,
+                trust_remote_code=self.trust_remote_code,
+                trains=self.trains,
+                trainable=self.optimizer is not None,
+            )
+
+    @override
+    def rate_by_size(self, name: str) -> tuple[float, int] | None:
+        if self.optimizer is None or self.optimizer.lr is not None:
+            return None
+        weights = self._shape(name).parameters
+        return usual_rate(weights, adapters=isinstance(self.trains, Lora), critic=isinstance(self.head, Value)), weights
 
     def divisions(self, name: str, *, replays: bool) -> Divisions:
         """Return what decides whether ranks can divide the model, from its config.
@@ -461,6 +474,9 @@ class TransformersModel(Settings, ModelSpec):
         """
         self.check(name)
         adapter, device = self._find_adapter(name), pick_device(self.device)
+        optimizer = self.optimizer
+        if optimizer is not None and (by_size := self.rate_by_size(name)) is not None:
+            optimizer = replace(optimizer, lr=by_size[0])
         settings = self._settings(device)
         disable_tf32(device)
         if self.deterministic:
@@ -513,7 +529,7 @@ class TransformersModel(Settings, ModelSpec):
             seed=seed,
             sampling=self._sampling,
             value_head=value_head,
-            optimizer=self.optimizer,
+            optimizer=optimizer,
             gradient_checkpointing=self.checkpoints,
             load_balancing=self.load_balancing,
             probed=probed,

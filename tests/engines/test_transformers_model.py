@@ -7,6 +7,7 @@ import stat
 import subprocess
 import sys
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from transformers import (
 )
 
 from realign.api import MicroBatchSpec
+from realign.api.stats import stat_values
 from realign.engines import OptimizerSpec, TransformersModel
 from realign.errors import ConfigError, DataError, RunError, SettingsError, TransientError
 from realign.models import All, Causal, HeadInit, Lora, Score, TopLayers, Value
@@ -145,6 +147,28 @@ def test_save_and_load_back(tmp_path, head):
 
     results = [e.forward(data, MicroBatchSpec(), hook)["x"] for e in (engine, again.engine)]
     assert torch.equal(*results)
+
+
+@pytest.mark.parametrize(
+    ("head", "trains", "rate"), [(Causal(), All(), 1e-4), (Causal(), Lora(), 1e-3), (Value(), All(), 5e-4)], ids=str
+)
+def test_without_a_learning_rate_the_size_of_the_model_decides_it(tmp_path, head, trains, rate):
+    spec = TransformersModel(
+        save_tiny(tmp_path / "model", "llama"), head=head, trains=trains, optimizer=OptimizerSpec()
+    )
+    model = spec.load("actor", seed=0)
+    decided, weights = spec.rate_by_size("actor")
+    assert decided == pytest.approx(rate)
+    assert weights == sum(p.numel() for name, p in model.engine.module.named_parameters() if "lora" not in name)
+    output = {Causal: "logprobs", Value: "values"}[type(head)]
+    stats = model.engine.train_batch(
+        random_sample([[7]]),
+        MicroBatchSpec(),
+        lambda out, mb: (getattr(out, output)().sum(), {}),
+        lambda data: torch.tensor(1.0),
+    )
+    assert stat_values(stats)["lr"] == pytest.approx(rate)
+    assert replace(spec, optimizer=OptimizerSpec(lr=1e-3)).rate_by_size("actor") is None
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -16,6 +16,10 @@ from realign.errors import SettingsError
 from realign.settings import AcceptsForeign, Count, Fraction, NonNegative, NonNegativeInt, Positive, Range, Settings
 
 
+_RATES = ((50e6, 1e-4), (0.6e9, 1e-5), (4e9, 2e-6), (math.inf, 1e-6))
+"""Number of weights, and the learning rate of a policy with up to so many."""
+
+
 class ScheduleKind(StrEnum):
     """Shape of the learning rate after warm-up."""
 
@@ -61,7 +65,7 @@ class OptimizerSpec(Settings, AcceptsForeign):
     """AdamW (arXiv:1711.05101), or with `eps_hat` the Adam variant of TensorFlow.
 
     Attributes:
-        lr: peak learning rate.
+        lr: peak learning rate. null: by the size of the model, see `usual_rate`.
         betas: decay rates of the first and second moments.
         eps: added to the square root of the second moment.
         weight_decay: decoupled weight decay, on matrices only (two or more dimensions), not on biases and norms.
@@ -77,7 +81,7 @@ class OptimizerSpec(Settings, AcceptsForeign):
 
     stand_in: ClassVar[str] = "realign.engines.training.torch_optimizer.TorchOptimizer"
 
-    lr: NonNegative = 1e-6
+    lr: NonNegative | None = None
     betas: tuple[float, float] = (0.9, 0.999)
     eps: Positive = 1e-8
     weight_decay: NonNegative = 0.0
@@ -97,6 +101,13 @@ class OptimizerSpec(Settings, AcceptsForeign):
     def foreign_base(cls) -> type:
         """Return the base of the classes that a config may name, of torch or of another library."""
         return torch.optim.Optimizer
+
+    @property
+    def peak(self) -> float:
+        """Peak learning rate. With lr=null, the model sets it when it loads (`TransformersModel.rate_by_size`)."""
+        if self.lr is None:
+            raise ValueError("lr=null: an engine needs a number. See realign.engines.training.optimizer.usual_rate.")
+        return self.lr
 
     @property
     def elementwise(self) -> bool:
@@ -139,6 +150,18 @@ class OptimizerSpec(Settings, AcceptsForeign):
             raise ValueError(f"parameter {index} has shape {shape}, but its moments have {shapes}")
 
 
+def usual_rate(weights: int, *, adapters: bool, critic: bool) -> float:
+    """Return a learning rate to start from, in reinforcement learning with AdamW; docs/guides/hyperparameters.md.
+
+    Args:
+        weights: number of weights of the model, trained or not.
+        adapters: whether LoRA adapters train instead of the weights, which takes 10 times the rate.
+        critic: whether the model is a critic of its own, which takes 5 times the rate.
+    """
+    rate = next(rate for most, rate in _RATES if weights <= most)
+    return rate * (10 if adapters else 1) * (5 if critic else 1)
+
+
 def learning_rate(spec: OptimizerSpec, step: int) -> float:
     """Return the learning rate at step `step`, counted from 0 in the schedule's unit.
 
@@ -147,14 +170,14 @@ def learning_rate(spec: OptimizerSpec, step: int) -> float:
     """
     schedule = spec.schedule
     if step < schedule.warmup:
-        return spec.lr * (step + 1) / (schedule.warmup + 1)
+        return spec.peak * (step + 1) / (schedule.warmup + 1)
     if schedule.kind is ScheduleKind.constant:
-        return spec.lr
+        return spec.peak
     assert schedule.total is not None
     # `total` may be below `warmup` (the run then only warms up), and a run may go on after `total`.
     done = min(1.0, (step - schedule.warmup) / max(1, schedule.total - schedule.warmup))
     left = 1 - done if schedule.kind is ScheduleKind.linear else 0.5 * (1 + math.cos(math.pi * done))
-    return spec.lr * (schedule.min_ratio + (1 - schedule.min_ratio) * left)
+    return spec.peak * (schedule.min_ratio + (1 - schedule.min_ratio) * left)
 
 
 def parameter_groups(trained: Sequence[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
@@ -173,7 +196,7 @@ def build_adamw(spec: OptimizerSpec, parameters: Iterable[nn.Parameter]) -> torc
     # torch refuses `fused` together with `foreach=True`.
     return torch.optim.AdamW(
         parameter_groups(trained, spec.weight_decay),
-        lr=spec.lr,
+        lr=spec.peak,
         betas=spec.betas,
         eps=spec.eps,
         fused=fused,

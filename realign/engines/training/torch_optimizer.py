@@ -98,10 +98,10 @@ class TorchOptimizer(OptimizerSpec):
     def build(self, parameters: Iterable[nn.Parameter], embedding_and_head_ids: Collection[int] = ()) -> Any:
         trained = [p for p in parameters if p.requires_grad]
         if not self.splits:
-            return self._make(parameter_groups(trained, self.weight_decay))
+            return self._make(parameter_groups(trained, self.weight_decay), self.peak)
         inner = [p for p in trained if p.ndim == 2 and id(p) not in embedding_and_head_ids]
         rest = [p for p in trained if p.ndim != 2 or id(p) in embedding_and_head_ids]
-        first = [self._make([{"params": inner, "weight_decay": self.weight_decay}])] if inner else []
+        first = [self._make([{"params": inner, "weight_decay": self.weight_decay}], self.peak)] if inner else []
         return MixedOptimizer(first, [build_adamw(self, rest)] if rest else [])
 
     @override
@@ -114,9 +114,9 @@ class TorchOptimizer(OptimizerSpec):
             for group in part.param_groups:
                 group["lr"] = lr
         # The rest follows the same schedule from its own peak, and AdamW needs its epsilon set as well.
-        peak = self.lr if self.other_lr is None else self.other_lr
+        peak = self.peak if self.other_lr is None else self.other_lr
         for part in optimizer.rest:
-            super().set_step(part, lr=peak * (lr / self.lr if self.lr else 0.0), step=step)
+            super().set_step(part, lr=peak * (lr / self.peak if self.peak else 0.0), step=step)
 
     @override
     def check_moments(self, index: int, parameter: Tensor, moments: Mapping[str, Any]) -> None:
@@ -159,16 +159,19 @@ class TorchOptimizer(OptimizerSpec):
         if self.weight_decay and "weight_decay" not in known:
             raise SettingsError(f"weight_decay={self.weight_decay}: {self.of} has no weight decay. Remove it.")
         try:
-            self._make([{"params": [nn.Parameter(torch.zeros(2, 2))], "weight_decay": self.weight_decay}])
+            # without a rate of its own, the size of the model decides, which isn't known yet
+            self._make(
+                [{"params": [nn.Parameter(torch.zeros(2, 2))], "weight_decay": self.weight_decay}], self.lr or 1e-6
+            )
         except (TypeError, ValueError) as error:
             raise SettingsError(f"arguments={self.arguments}: {self.of} refuses them: {error}") from error
 
-    def _make(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    def _make(self, groups: list[dict[str, Any]], lr: float) -> torch.optim.Optimizer:
         cls: Any = self._import()
         if "weight_decay" not in _argument_names(cls):
             groups = [{"params": group["params"]} for group in groups]
         arguments = {name: tuple(x) if isinstance(x, list) else x for name, x in self.arguments.items()}
-        optimizer: torch.optim.Optimizer = cls(groups, lr=self.lr, **arguments)
+        optimizer: torch.optim.Optimizer = cls(groups, lr=lr, **arguments)
         return optimizer
 
 

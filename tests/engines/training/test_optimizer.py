@@ -20,6 +20,7 @@ from realign.engines import (
     learning_rate,
 )
 from realign.engines.distributed.sharded_engine import ShardedStepper
+from realign.engines.training.optimizer import usual_rate
 from realign.engines.training.stepper import Stepper
 from realign.engines.training.torch_optimizer import ELEMENTWISE, MixedOptimizer
 from realign.errors import ConfigError, SettingsError
@@ -215,9 +216,13 @@ def test_an_optimizer_updates_like_its_class(name):
 
 
 def test_arguments_of_the_class_are_passed_and_checked():
-    optimizer = spec("SGD", arguments={"momentum": 0.5, "nesterov": True}).build([nn.Parameter(torch.ones(2, 2))])
+    optimizer = spec("SGD", lr=1e-3, arguments={"momentum": 0.5, "nesterov": True}).build(
+        [nn.Parameter(torch.ones(2, 2))]
+    )
     assert (optimizer.param_groups[0]["momentum"], optimizer.param_groups[0]["nesterov"]) == (0.5, True)
-    assert spec("Adam", arguments={"betas": [0.8, 0.9]}).build([nn.Parameter(torch.ones(1))]).defaults["betas"] == (
+    assert spec("Adam", lr=1e-3, arguments={"betas": [0.8, 0.9]}).build([nn.Parameter(torch.ones(1))]).defaults[
+        "betas"
+    ] == (
         0.8,
         0.9,
     )
@@ -368,3 +373,24 @@ def test_a_config_with_a_wrong_optimizer_names_the_key(tmp_path, monkeypatch, wo
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(ConfigError, match=message):
         optimizer_of(tmp_path, *(f"models.actor.optimizer.{word}" for word in words))
+
+
+@pytest.mark.parametrize(
+    ("weights", "adapters", "critic", "expected"),
+    [
+        (300_000, False, False, 1e-4),
+        (134_515_008, False, False, 1e-5),  # SmolLM2-135M
+        (596_049_920, False, False, 1e-5),  # Qwen3-0.6B
+        (1_543_714_304, False, False, 2e-6),
+        (7_615_616_512, False, False, 1e-6),
+        (7_615_616_512, True, False, 1e-5),
+        (7_615_616_512, False, True, 5e-6),
+    ],
+)
+def test_the_usual_rate_follows_from_the_size(weights, adapters, critic, expected):
+    assert usual_rate(weights, adapters=adapters, critic=critic) == pytest.approx(expected)
+
+
+def test_an_engine_gets_a_number_as_its_rate():
+    with pytest.raises(ValueError, match="lr=null"):
+        tiny_engine(optimizer=OptimizerSpec())
