@@ -10,8 +10,8 @@ HERE = Path(__file__).parent
 DATA, PAGE = HERE / "supported-models.yaml", HERE / "supported-models.md"
 
 STATES = {
-    "packed": "runs packed",
-    "unpacked": "runs unpacked",
+    "packed": "packed",
+    "unpacked": "unpacked",
     "unsupported": "not supported",
     "unverified": "not verified",
 }

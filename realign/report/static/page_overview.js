@@ -66,7 +66,7 @@
         el("td", { class: "number" }, el("b", {}, report.number(course.last[1]))),
         el("td", { class: "trend" }, report.sparkline(report.smooth(run.metrics.values[name], 0.6), report.colorOf(run))));
     });
-    return report.section("Headline metrics", "Best values are stated where larger or smaller is known to be better.",
+    return report.section("Headline metrics", "We mark the best value where the direction is clear.",
       report.table(["metric", "first", "best", "last", ""], rows, { label: "headline metrics" }));
   }
 

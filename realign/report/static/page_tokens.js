@@ -5,7 +5,7 @@
   const state = { step: null, record: 0, by: null };
   /* Scale: "low" colors low values, "high" high values, "zero" and "one" diverge from 0 or 1, "class" are categories. */
   const COLUMNS = [
-    ["advantages", "Advantage", "zero", "credit of emitting the token"],
+    ["advantages", "Advantage", "zero", "how much better than expected this token was"],
     ["logprobs", "Log-prob (sampler)", "low", "log-probability when the token was sampled"],
     ["trainer_logprobs", "Log-prob (trainer)", "low", "log-probability under the weights that are trained"],
     ["ratio", "Ratio", "one", "probability under the trained weights divided by the old one"],
