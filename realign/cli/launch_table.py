@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from itertools import takewhile
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 from realign.api import ModelInterface, Plan, part_sizes
 from realign.api.sampler import ConfiguresSampler
 from realign.engines.shared_model import shared_roles
+from realign.errors import RealignError
 from realign.runtime import Experiment
 from realign.runtime.checks.auto_memory import Decision, decide
 from realign.runtime.checks.parts import unread_inputs
@@ -176,10 +178,15 @@ def _role_rows(experiment: Experiment, role: str, *, trained: bool) -> dict[str,
     described = {name: value for name, value in interface.describe(experiment.batch_prompts).items() if value}
     if not trained:
         return {name: value for name, value in described.items() if name != LOSS}
-    spec = experiment.models.get(role)
-    by_size = None if spec is None else spec.rate_by_size(role)
-    rate = {"learning rate": f"{by_size[0]:g} (by size: {by_size[1]:,} weights)"} if by_size is not None else {}
-    return _training_rows(experiment, interface.plan()) | rate | described
+    return _training_rows(experiment, interface.plan()) | _rate_row(experiment, role) | described
+
+
+def _rate_row(experiment: Experiment, role: str) -> dict[str, str]:
+    """Return the learning rate of a role if the size of its model decides it."""
+    with suppress(RealignError):  # a config that cannot be read is an error of loading, which names the role
+        if (spec := experiment.models.get(role)) is not None and (by_size := spec.rate_by_size(role)) is not None:
+            return {"learning rate": f"{by_size[0]:g} (by size: {by_size[1]:,} weights)"}
+    return {}
 
 
 def _training_rows(experiment: Experiment, plan: Plan) -> dict[str, str]:

@@ -15,7 +15,6 @@ from typing_extensions import override
 from realign.errors import SettingsError
 from realign.settings import AcceptsForeign, Count, Fraction, NonNegative, NonNegativeInt, Positive, Range, Settings
 
-
 _RATES = ((50e6, 1e-4), (0.6e9, 1e-5), (4e9, 2e-6), (math.inf, 1e-6))
 """Number of weights, and the learning rate of a policy with up to so many."""
 
