@@ -110,15 +110,17 @@ def test_trap_e3_rounding_is_never_blown_up(value):
 @pytest.mark.parametrize("loo", [False, True])
 @pytest.mark.parametrize("base", [1e6, -3e7, 1e12])
 def test_a_mean_without_a_division_keeps_small_differences_of_large_numbers(scope, loo, base):
-    found_N = of_group(torch.tensor([base, base + 1], dtype=torch.float64), flags(scope, Scope.none, leave_one_out=loo))
-    assert found_N.tolist() == ([-1, 1] if loo else [-0.5, 0.5])
+    normal_N = of_group(
+        torch.tensor([base, base + 1], dtype=torch.float64), flags(scope, Scope.none, leave_one_out=loo)
+    )
+    assert normal_N.tolist() == ([-1, 1] if loo else [-0.5, 0.5])
 
 
 @settings(deadline=None)  # the machine may be busy
 @given(st.floats(-1e30, 1e30), st.integers(1, 400), st.sampled_from(MEAN_STD), st.booleans())
 def test_trap_e1_equal_elements_give_exactly_zero_without_a_division_too(value, n, scopes, loo):
-    found_N = of_group(torch.full((n,), value, dtype=torch.float64), flags(*scopes, leave_one_out=loo))
-    assert scopes == (Scope.none, Scope.none) or not found_N.any()
+    normal_N = of_group(torch.full((n,), value, dtype=torch.float64), flags(*scopes, leave_one_out=loo))
+    assert scopes == (Scope.none, Scope.none) or not normal_N.any()
 
 
 def test_trap_e4_groups_are_ragged_and_found_by_id():

@@ -31,23 +31,28 @@ def test_numbers_are_those_of_splitmix64():
     assert splitmix64(GAMMA) == 0xE220A8397B1DCDAF  # first number of seed 0 in the reference implementations
     keys = [0, 1, -1, 2**62 + 12345, -(2**63)]
     first = [0, 3, 7, 1000, 0]
-    found_KB = uniforms(torch.tensor(keys), torch.tensor(first), 4)
+    numbers_KB = uniforms(torch.tensor(keys), torch.tensor(first), 4)
     for b, (key, start) in enumerate(zip(keys, first, strict=True)):
         want = [(splitmix64((key + (start + i + 1) * GAMMA) & MASK) >> 11) / 2**53 for i in range(4)]
-        assert found_KB[:, b].tolist() == want
+        assert numbers_KB[:, b].tolist() == want
 
 
 def test_numbers_are_uniform_within_a_stream_across_streams_and_in_pairs():
     keys_B = response_keys(11, range(2000), 8)
-    found_KB = uniforms(keys_B, torch.zeros_like(keys_B), 8).numpy()
-    assert found_KB.min() >= 0
-    assert found_KB.max() < 1
-    for x in (found_KB.flatten(), found_KB[0], found_KB[5], uniforms(keys_B[:1], torch.zeros(1).long(), 16_000)[:, 0]):
+    numbers_KB = uniforms(keys_B, torch.zeros_like(keys_B), 8).numpy()
+    assert numbers_KB.min() >= 0
+    assert numbers_KB.max() < 1
+    for x in (
+        numbers_KB.flatten(),
+        numbers_KB[0],
+        numbers_KB[5],
+        uniforms(keys_B[:1], torch.zeros(1).long(), 16_000)[:, 0],
+    ):
         counts, _ = np.histogram(x, bins=64, range=(0, 1))
         expected = len(x) / 64
         # 63 degrees of freedom: random numbers exceed this once in 60,000 tests
         assert ((counts - expected) ** 2 / expected).sum() < 120
-    neighbors = [(found_KB[0], found_KB[1]), (found_KB[:, 0::2].ravel(), found_KB[:, 1::2].ravel())]
+    neighbors = [(numbers_KB[0], numbers_KB[1]), (numbers_KB[:, 0::2].ravel(), numbers_KB[:, 1::2].ravel())]
     for x, y in neighbors:  # positions of a response, and responses of a prompt
         counts, _, _ = np.histogram2d(x, y, bins=8, range=((0, 1), (0, 1)))
         expected = len(x) / 64
@@ -131,10 +136,10 @@ def test_frequencies_and_logprobs_are_those_of_the_distribution(config):
     tokens_N, logprobs_N, _ = sample(torch.tensor([LOGITS]).expand(n, -1), config, numbers(n))
     want_V = torch.tensor(probabilities(LOGITS, config), dtype=torch.float64)
     assert torch.allclose(logprobs_N.double().exp(), want_V[tokens_N], atol=1e-6)
-    found_V = torch.bincount(tokens_N, minlength=len(LOGITS)).double()
-    assert not found_V[want_V == 0].any()
+    counts_V = torch.bincount(tokens_N, minlength=len(LOGITS)).double()
+    assert not counts_V[want_V == 0].any()
     possible = want_V > 0
-    chi_square = ((found_V - n * want_V)[possible] ** 2 / (n * want_V)[possible]).sum()
+    chi_square = ((counts_V - n * want_V)[possible] ** 2 / (n * want_V)[possible]).sum()
     assert chi_square < 24  # 6 degrees of freedom: exceeded for one seed in 2000
 
 

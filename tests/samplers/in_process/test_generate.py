@@ -141,9 +141,9 @@ def test_frequencies_of_first_tokens():
     drawn = rollout(ours, [prompt], n=n, max_new_tokens=1, temperature=0.7)["input_ids"].view(n, -1)[:, -1]
     with torch.no_grad():
         want_V = (plain(input_ids=prompt[None]).logits[0, -1].double() / 0.7).softmax(-1)
-    found_V = torch.bincount(drawn, minlength=VOCAB).double()
+    counts_V = torch.bincount(drawn, minlength=VOCAB).double()
     common = want_V * n > 5
-    chi_square = ((found_V - n * want_V)[common] ** 2 / (n * want_V)[common]).sum()
+    chi_square = ((counts_V - n * want_V)[common] ** 2 / (n * want_V)[common]).sum()
     degrees = int(common.sum())
     assert degrees > 30
     assert chi_square < degrees + 4 * (2 * degrees) ** 0.5

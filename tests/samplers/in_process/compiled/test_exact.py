@@ -47,18 +47,18 @@ def loss(output, data):
 
 def in_training(engine, data, spec):
     """Return the log-probs and the gradient of a training pass."""
-    found_T = torch.full_like(data["logprobs"], torch.nan)
-    data = data.with_tokens(place=torch.arange(len(found_T)))
+    computed_T = torch.full_like(data["logprobs"], torch.nan)
+    data = data.with_tokens(place=torch.arange(len(computed_T)))
 
     def traced(output, mb):
         logprobs_T = output.logprobs(temperature=CONFIG.temperature, where_T=mb["loss_mask"])
-        found_T[mb["place"]] = logprobs_T.detach()
+        computed_T[mb["place"]] = logprobs_T.detach()
         return loss(output, mb)
 
     engine.accumulate(data, spec, traced, torch.tensor(1.0))
     gradient = {n: p.grad.clone() for n, p in engine.module.named_parameters()}
     engine.module.zero_grad()
-    return found_T, gradient
+    return computed_T, gradient
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "phi3"])
