@@ -2,16 +2,11 @@
 
     python -m benchmarks.memory                      # all configurations, each in a separate process
     python -m benchmarks.memory configs=small        # some of them, separated by commas
-    python -m benchmarks.memory configs= ranks=4     # host memory of 4 ranks that load and save a model of 1.2B weights
 
 The count does not depend on the load of the machine. For each configuration, two training steps and a rollout run on
 the CPU. The measured number is the growth of the process's peak resident memory (Linux) over its memory before the
 model was built. The process returns freed blocks of 64 KiB or more to the system at once, so that the measurement
 excludes fragmentation.
-
-With `ranks`, that many processes load a model in slices, save it, and write and read a checkpoint. The numbers are
-growths of the peak resident memory of each process over its memory after a smaller model took the same way. The model
-needs 5 GB of disk space, twice.
 """
 
 from __future__ import annotations
@@ -21,13 +16,11 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -234,97 +227,9 @@ def compared(name: str) -> dict[str, Any]:
     return {"name": name, "peak_ratio": round(peak, 3), **sides}
 
 
-RANKED: dict[str, int] = {
-    "vocab_size": 128_256,
-    "hidden_size": 2048,
-    "intermediate_size": 8192,
-    "num_hidden_layers": 16,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-}
-"""Sizes of the model that ranks load and save: 1.2 billion weights."""
-
-
-def write_zeros(folder: Path, sizes: Mapping[str, int]) -> None:
-    """Write a model folder of a llama whose weights are 0, without memory for them."""
-    from transformers import AutoModelForCausalLM, LlamaConfig
-
-    from realign.engines.distributed.saved_files import plan_files
-    from tests.tiny import tiny_tokenizer
-
-    config = LlamaConfig(**sizes, tie_word_embeddings=True, pad_token_id=0, bos_token_id=1, eos_token_id=2)
-    with torch.device("meta"):
-        module = AutoModelForCausalLM.from_config(config)
-    names = [name for name, _ in module.named_parameters()]
-    config.architectures = [type(module).__name__]
-    config.save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    files = plan_files(module, module.state_dict(), names, module.num_parameters())
-    assert files is not None
-    files.create(folder)
-
-
-def _rank(rank: int, size: int, work: Path, sizes: Mapping[str, int]) -> None:
-    """Load, save, write and read a checkpoint as one rank, and write the growth of the peak memory as JSON."""
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{work}/meeting", rank=rank, world_size=size)
-    _saved_and_loaded(work / "small", {**sizes, "vocab_size": 1024, "num_hidden_layers": 2})
-    peaks = _saved_and_loaded(work / "large", sizes)
-    (work / f"{rank}.json").write_text(json.dumps(peaks), encoding="utf-8")
-    torch.distributed.destroy_process_group()
-
-
-def _saved_and_loaded(work: Path, sizes: Mapping[str, int]) -> dict[str, int]:
-    from realign.engines import TransformersModel
-    from realign.ranks import current
-    from realign.records.checkpoint.folder import CheckpointWriter, list_checkpoints
-
-    ranks = current()
-    ranks.lead(lambda: write_zeros(work / "start", sizes))
-    peaks: dict[str, int] = {}
-    before = resident("VmRSS")
-
-    def peak(phase: str, action: Callable[[], Any]) -> Any:
-        CLEAR.write_text("5", encoding="ascii")
-        result = action()
-        peaks[phase] = resident("VmHWM") - before
-        ranks.barrier()
-        return result
-
-    spec = TransformersModel(str(work / "start"), device="cpu", optimizer=OptimizerSpec())
-    engine: Any = peak("load", lambda: spec.load("actor", seed=0)).engine
-    peaks["slice"] = sum(x.to_local().nbytes for x in engine.network.weights.sharded.values())
-    peak("save", lambda: engine.save(work / "saved"))
-    writer = CheckpointWriter(work / "checkpoints", 1, ranks)
-
-    def write() -> None:
-        writer.write(1, {"engine": engine.state_dict()})
-        writer.close()
-
-    peak("write checkpoint", write)
-    (checkpoint,) = list_checkpoints(work / "checkpoints")
-    peak("read checkpoint", lambda: engine.load_state_dict(checkpoint.read()["engine"]))
-    return peaks
-
-
-def by_rank(size: int, sizes: Mapping[str, int] = RANKED) -> list[dict[str, Any]]:
-    """Return, for each phase, the largest growth of a rank's memory and its ratio to the rank's slice of the model."""
-    environment = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "GLOO_SOCKET_IFNAME": "lo"}
-    with tempfile.TemporaryDirectory() as work:
-        with patch.dict(os.environ, environment):
-            torch.multiprocessing.spawn(_rank, (size, Path(work), sizes), nprocs=size)
-        ranks = [json.loads(Path(work, f"{rank}.json").read_text(encoding="utf-8")) for rank in range(size)]
-    slice_ = max(of_rank["slice"] for of_rank in ranks)
-    peaks = {phase: max(of_rank[phase] for of_rank in ranks) for phase in ranks[0] if phase != "slice"}
-    return [
-        {"phase": phase, "slice": round(slice_ / MIB), "measured": round(n / MIB), "ratio": round(n / slice_, 3)}
-        for phase, n in peaks.items()
-    ]
-
-
 def main(given: Sequence[str] | None = None) -> None:
     """Compare the requested configurations; print a table and a JSON line."""
-    words = arguments({"configs": ",".join(CONFIGURATIONS), "ranks": "0", CHILD: ""}, given)
+    words = arguments({"configs": ",".join(CONFIGURATIONS), CHILD: ""}, given)
     if words[CHILD]:
         print(json.dumps(measured(CONFIGURATIONS[words[CHILD]])))
         return
@@ -337,13 +242,8 @@ def main(given: Sequence[str] | None = None) -> None:
         for row in rows
         for what in ("training", "rollout")
     ]
-    if cells:
-        print(table(["MiB", "estimate", "measured", "ratio"], cells))
-    ranked = by_rank(int(words["ranks"])) if int(words["ranks"]) else []
-    if ranked:
-        head = ["phase", "slice", "measured", "ratio"]
-        print(table(["MiB of a rank", *head[1:]], [[str(row[key]) for key in head] for row in ranked]))
-    print(json.dumps({**facts(), "configurations": rows, "ranks": ranked}))
+    print(table(["MiB", "estimate", "measured", "ratio"], cells))
+    print(json.dumps({**facts(), "configurations": rows}))
 
 
 if __name__ == "__main__":
