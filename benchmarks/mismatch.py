@@ -213,7 +213,7 @@ def draw(left: Sequence[Sequence[float]], path: Path) -> None:
     axes.imshow(left, cmap="RdYlBu", vmin=0, vmax=1, aspect="auto")
     for (row, column), value in np.ndenumerate(left):
         if not math.isnan(value):
-            color = "white" if value > 0.8 or value < 0.15 else "black"
+            color = "white" if value > 0.85 or value < 0.15 else "black"
             axes.text(column, row, f"{value:.0%}", ha="center", va="center", fontsize=13, color=color)
     axes.set_xticks(range(len(CORRECTIONS)), CORRECTIONS, rotation=35, ha="left", fontsize=13)
     axes.xaxis.tick_top()

@@ -343,7 +343,7 @@ def brief_if_right(response: str, answer: str) -> float:
 STRICT = {
     "shipped: the response is the answer": Planted(exact_answer, SUMS),
     "shipped: the tags, and the answer in them": Planted(tagged_answer, SUMS),
-    "shipped: math-verify": Planted(same_value, [{**row, "answer": row["solution"]} for row in MATH[3:5]]),
+    "shipped: math-verify": Planted(same_value, [{**row, "answer": row["solution"]} for row in MATH[:2]]),
     "the number after the last `####`, 0.1 for another number (verl)": Planted(last_hashes, VERL),
     "the number after the last `####` of response and cell (GSM8K)": Planted(last_hashes_of_cell, GSM8K),
     "the last number": Planted(last_number, SUMS),
