@@ -70,7 +70,7 @@ def answers_of(cell: Any) -> list[str]:
         return [str(value), str(value).lower()]
     if not isinstance(value, Number):
         return [str(cell)]
-    with suppress(TypeError):  # a complex number
+    with suppress(TypeError, OverflowError):  # a complex number, or an integer beyond all floats
         if math.isnan(value):  # type: ignore[arg-type]
             return []
     # numpy prints the digits of a number in its own precision, torch prints the name of the class

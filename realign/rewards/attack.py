@@ -66,6 +66,7 @@ _COLUMNS = re.compile(
 """Names of columns, and of keys in them, that hold known answers."""
 _PROMPTS = ("prompt", "question", "problem", "query", "instruction", "messages", "conversations", "conversation")
 """Names of columns with the prompt."""
+_LETTERS = "ABCDEFGHIJ"
 _CANDIDATES = 4
 _LONG = "We look at it again, and think about it once more, and then again. " * 120
 _REFUSALS = ("I'm sorry, but I can't help with that.", "I don't know.")
@@ -358,8 +359,8 @@ def _known_answers(row: Mapping[str, Any], column: str | None) -> list[str]:
                 inner += re.findall(r"<answer>\s*(.*?)\s*</answer>", text, re.DOTALL)[-1:]
     listed = _listed_options(row)
     for text in whole[:1]:
-        if listed and text.isdigit() and int(text) < len(listed):  # an index
-            inner += ["ABCDEFGHIJ"[int(text)], listed[int(text)]]
+        if text not in listed and text.isdecimal() and int(text) < min(len(listed), len(_LETTERS)):  # an index
+            inner += [_LETTERS[int(text)], listed[int(text)]]
     return list(dict.fromkeys(text for text in (*inner, *whole) if text))[:_CANDIDATES]
 
 
@@ -379,7 +380,7 @@ def _options(row: Mapping[str, Any], right: str, every: Sequence[str]) -> list[s
     listed = _listed_options(row)
     if re.fullmatch("[A-J]", right):
         last = max((text for text in every if re.fullmatch("[A-J]", text)), default="D")
-        return list("ABCDEFGHIJ"[: max(len(listed), "ABCDEFGHIJ".index(last) + 1)])
+        return list(_LETTERS[: max(len(listed), _LETTERS.index(last) + 1)])
     if right in listed:
         return listed
     different = list(dict.fromkeys(every))
@@ -399,12 +400,11 @@ def _calls_without_arguments(text: str) -> list[str]:
         calls = json.loads(text)
     except ValueError:
         return []
-    alone = isinstance(calls, Mapping)
-    names = [call.get("name") for call in ([calls] if alone else calls if isinstance(calls, list) else []) if call]
-    if not names or None in names:
+    several = calls if isinstance(calls, list) else [calls]
+    if not all(isinstance(call, Mapping) and call.get("name") and call.get("arguments") for call in several):
         return []
-    empty = [{"name": name, "arguments": {}} for name in names]
-    return [json.dumps(empty[0] if alone else empty)] if empty not in (calls, [calls]) else []
+    empty = [{"name": call["name"], "arguments": {}} for call in several]
+    return [json.dumps(empty if several is calls else empty[0])] if empty else []
 
 
 def _same(a: str, b: str) -> bool:

@@ -138,6 +138,21 @@ def test_a_prompt_that_has_begun_the_thought_is_continued():
     assert (check.rows, check.findings, check.problem) == (8, [], "")
 
 
+@pytest.mark.parametrize(
+    "answers",
+    [
+        ['["a", "b"]', "[1, 2]", "{}", "[]", "null", '[{"name": "f"}]', '"x"', "1e999"],
+        [[], {}, {"x": 1}, [1, 2], [[1], [2]], {"text": ["a"]}, [{"text": "a"}], object()],
+        [None, float("nan"), "", " ", 0, -1, 10**400, True],
+        ["²", "<answer></answer>", "####", r"\boxed{", r"\boxed{}", "\ud800", "\n", "{answer}"],
+    ],
+)
+def test_no_cell_of_an_answer_ends_the_attack(answers):
+    rows = [{"prompt": None, "answer": answer, "choices": ["x"] * 12} for answer in answers]
+    assert str(check_reward(lambda response: float(len(response) % 7), rows))
+    assert str(check_reward(lambda response, answer: float(response == str(answer)), rows))
+
+
 def test_only_the_first_rows_are_read():
     check = check_reward(exact_answer, ({"prompt": "?", "answer": str(n)} for n in range(10**9)))
     assert (check.rows, check.problem) == (8, "")
