@@ -41,6 +41,7 @@ from realign.engines.training.optimizer import OptimizerSpec
 from realign.environments import load_environment
 from realign.environments.adapters import reasoning_gym_rows
 from realign.interfaces.agent import AgentInterface
+from realign.interfaces.components import EntropyBonus
 from realign.interfaces.environment import EnvironmentInterface
 from realign.interfaces.grpo import GRPOActorInterface, dataflow
 from realign.interfaces.rule_reward import RuleRewardInterface
@@ -202,7 +203,7 @@ def experiments(folder: Path, task: Task, seed: int, sft_steps: int, steps: int)
     sampler, single = (GenerationConfig(n=n, max_new_tokens=task.max_new_tokens) for n in (8, 1))
     scorer, rows = task.scorer(sampler), PromptData(str(folder / "task" / "rows.jsonl"), template=Template.plain)
     interfaces: dict[str, ModelInterface] = {
-        "actor": GRPOActorInterface(generation=sampler, entropy_coef=0.01),
+        "actor": GRPOActorInterface(generation=sampler, entropy=EntropyBonus(0.01)),
         task.role: scorer,
     }
     models: dict[str, Any] = {

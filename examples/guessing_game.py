@@ -28,7 +28,7 @@ from realign.engines import SharedModel, TransformersModel
 from realign.engines.training.optimizer import OptimizerSpec
 from realign.functional import Scope
 from realign.interfaces import sft
-from realign.interfaces.components import Normalization
+from realign.interfaces.components import EntropyBonus, Normalization
 from realign.interfaces.environment import EnvironmentInterface
 from realign.interfaces.grpo import GRPOActorInterface, dataflow
 from realign.records.metrics.curves import draw_curves
@@ -114,7 +114,7 @@ def experiments(folder: Path, seed: int, sft_steps: int, steps: int) -> tuple[Ex
         )
 
     interfaces = {
-        "actor": GRPOActorInterface(generation=sampler, adv_norm=over_batch, entropy_coef=0.04),
+        "actor": GRPOActorInterface(generation=sampler, adv_norm=over_batch, entropy=EntropyBonus(0.04)),
         "agent": player(sampler.n),
     }
     learn = Experiment(

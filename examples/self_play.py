@@ -28,6 +28,7 @@ from realign.demo.tiny import EOS, build_model, build_tokenizer, save, write_row
 from realign.engines import SharedModel, TransformersModel
 from realign.engines.training.optimizer import OptimizerSpec
 from realign.interfaces.agent import AgentInterface
+from realign.interfaces.components import EntropyBonus
 from realign.interfaces.grpo import GRPOActorInterface, dataflow
 from realign.records.metrics.curves import draw_curves
 from realign.runtime import EpisodeEvaluation, Experiment, RunResult, run
@@ -136,7 +137,7 @@ def experiments(folder: Path, seed: int, sft_steps: int, steps: int) -> tuple[Ex
         return AgentInterface(f"{__file__}:{name}", role_names=list(roles), generation=one_move, max_sequence_tokens=60)
 
     interfaces = {
-        "actor": GRPOActorInterface(generation=sampler, entropy_coef=0.1),
+        "actor": GRPOActorInterface(generation=sampler, entropy=EntropyBonus(0.1)),
         "agent": agent("self_play", sampler.n, ROLES),
     }
     learn = Experiment(

@@ -682,7 +682,7 @@ interfaces.actor.kl.place=none interfaces.actor.kl.coef=0.1
 interfaces.actor.kl.estimator=k4
 interfaces.actor.kl.target=6
 interfaces.actor.kl.horizon=0
-interfaces.actor.entropy_coef=x
+interfaces.actor.entropy.coef=x
 interfaces.actor.aggregation=mean
 interfaces.actor.aggregation=constant
 interfaces.actor.aggregation.tokens=3

@@ -215,11 +215,11 @@ def test_an_algorithm_trains_a_real_model(name, overrides):
 @pytest.mark.parametrize("name", EACH)
 def test_trap_g7_an_algorithm_means_the_same_wherever_it_stands_and_yields_to_overrides(name):
     first, last = f"algorithm={name}", "experiment=grpo_arithmetic"
-    own = [*NEEDS.get(name, []), "interfaces.actor.adv_norm.eps=0.5", "interfaces.actor.entropy_coef=0.1"]
+    own = [*NEEDS.get(name, []), "interfaces.actor.adv_norm.eps=0.5", "interfaces.actor.entropy.coef=0.1"]
     assert compose([first, *own, last]) == compose([last, first, *own]) == compose([*own, last, first])
     made = build_experiment(compose([last, first, *own]))
     assert made.interfaces["actor"].adv_norm.eps == 0.5
-    assert made.interfaces["actor"].entropy_coef == 0.1
+    assert made.interfaces["actor"].entropy.coef == 0.1
     assert list_algorithms()[name], "the first comment line of an algorithm says what it is"
 
 

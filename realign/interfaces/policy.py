@@ -5,7 +5,7 @@ tokens are trained. A response with a reward or dense reward that is not finite 
 counts it. A train step is a pipeline of replaceable components:
 
     score (reward, truncation) -> KL in the reward, dense rewards -> advantage -> adv_norm -> mini-batches;
-    objective x correction -> kl and entropy_coef as additional terms -> aggregation
+    objective x correction -> kl and entropy as additional terms -> aggregation
 
 Subclasses extend it in four places: `step_keys`, `prepare_minibatch`, `token_loss` and `credit_stats`.
 """
@@ -55,6 +55,7 @@ from realign.interfaces.components import (
     Clip,
     Correction,
     EarlyStop,
+    EntropyBonus,
     Estimate,
     KLPenalty,
     Normalization,
@@ -139,8 +140,8 @@ class PolicyInterface(ModelInterface):
     """Recompute old log-probs with the trainer, instead of using the sampler's. `correction` implies it."""
     kl: KLPenalty = field(default_factory=KLPenalty)
     """KL penalty against the reference policy, in the reward or in the loss: kl_penalty, or your own."""
-    entropy_coef: float = 0.0
-    """Weight of the entropy bonus in the loss (nats per token)."""
+    entropy: EntropyBonus = field(default_factory=EntropyBonus)
+    """Entropy bonus in the loss, with a constant weight or one that keeps the entropy near a target."""
     aggregation: Aggregation = field(default_factory=TokenMean)
     """How to average the loss over tokens and sequences: token_mean, seq_mean_token_mean, seq_mean_token_sum or
     constant."""
@@ -168,6 +169,7 @@ class PolicyInterface(ModelInterface):
             truncation=self.truncation,
         )
         self.kl_control = self.kl.control()
+        self.entropy_control = self.entropy.control()
         self.objective_control = self.objective.control()
         self.reward_moments = self.reward.moments()
 
@@ -227,7 +229,8 @@ class PolicyInterface(ModelInterface):
 
     @override
     def targets(self) -> dict[str, float]:
-        return {} if self.kl.target is None else {"ref_kl_per_sequence": self.kl.target}
+        targets = {"ref_kl_per_sequence": self.kl.target, "entropy": self.entropy.target}
+        return {metric: target for metric, target in targets.items() if target is not None}
 
     @override
     def describe(self, batch_prompts: int) -> dict[str, str]:
@@ -243,7 +246,7 @@ class PolicyInterface(ModelInterface):
             "advantage normalization": self.adv_norm.describe(per_minibatch=self.credit_per_minibatch),
             "policy objective": self.objective.describe(),
             "importance correction": "" if self.correction is None else self.correction.describe(),
-            "entropy bonus": f"coefficient {self.entropy_coef:g}" if self.entropy_coef else "",
+            "entropy bonus": self.entropy.describe(),
             "loss aggregation": self.aggregation.describe(),
             "early stop": self.early_stop.describe(),
         }
@@ -268,6 +271,7 @@ class PolicyInterface(ModelInterface):
         merged = merge_stats([stats, *steps, *further])
         # After the optimizer steps: all of them used one coefficient, that of the metric.
         merged |= self.kl_control.update(merged, model.engine.reduce)
+        merged |= self.entropy_control.update(merged, model.engine.reduce)
         if self.objective_control is None:
             return merged
         return merged | self.objective_control.update(model, data, mb_spec, self.generation.temperature)
@@ -392,8 +396,8 @@ class PolicyInterface(ModelInterface):
         if self.kl_control.is_in_loss:
             penalty_T, kl_stats = self.kl_control.in_loss(output, logprobs_T, minibatch, temperature)
             loss_T, stats, trace["kl_penalty"] = loss_T + penalty_T, stats | kl_stats, penalty_T
-        if self.entropy_coef:
-            loss_T = loss_T - self.entropy_coef * entropy_T
+        if coef := self.entropy_control.coef:
+            loss_T = loss_T - coef * entropy_T
         return loss_T, {**stats, **token_traces(trace)}
 
     def first_loss(self, output: ModelOutput, minibatch: SequenceSample) -> tuple[Tensor, LossStats]:
@@ -428,14 +432,15 @@ class PolicyInterface(ModelInterface):
         return advantage_stats(data)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the KL coefficients and the running moments of the scores."""
+        """Return the coefficients of KL and entropy, and the running moments of the scores."""
         control = {} if self.objective_control is None else {"objective": self.objective_control.state_dict()}
         kl_state, moments = self.kl_control.state_dict(), self.reward.state_of(self.reward_moments)
-        return {"kl_controller": kl_state, "reward": moments, **control}
+        return {"kl_controller": kl_state, "entropy": self.entropy_control.state_dict(), "reward": moments, **control}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned."""
         self.kl_control.load_state_dict(state["kl_controller"])
+        self.entropy_control.load_state_dict(state.get("entropy", {}))
         self.reward.restore(self.reward_moments, state["reward"])
         if self.objective_control is not None:
             self.objective_control.load_state_dict(state.get("objective", {}))

@@ -66,7 +66,8 @@ POLICY_SETTINGS: list[dict] = [
     *NORMALIZATIONS,
     {"adv_norm": c.Normalization(unbiased=True, eps=1e-2, eps_inside_sqrt=True)},
     {"epochs": 2, "n_minibatches": 2},
-    {"entropy_coef": 0.1},
+    {"entropy": c.EntropyBonus(0.1)},
+    {"entropy": c.EntropyBonus(0.1, 2.0, 0.01, 0.105), "epochs": 2},
     *({"kl": c.KLPenalty("loss", 0.1, e)} for e in KLEstimator if e is not KLEstimator.k1),
     *({"kl": c.KLPenalty("reward", 0.1, e)} for e in KLEstimator),
     *({"kl": c.KLPenalty("loss", 0.1, e, importance_weighted=True)} for e in KLEstimator),
@@ -91,7 +92,11 @@ POLICY_SETTINGS: list[dict] = [
     {"early_stop": c.EarlyStop(kl=1e-6), "epochs": 2},
     {"early_stop": c.EarlyStop(ratio=5.0), "epochs": 2},
     {"credit_per_minibatch": True, "n_minibatches": 2},
-    {"correction": c.ImportanceCorrection(rejection=LIMITS), "entropy_coef": 0.1, "kl": c.KLPenalty("loss", 0.1)},
+    {
+        "correction": c.ImportanceCorrection(rejection=LIMITS),
+        "entropy": c.EntropyBonus(0.1),
+        "kl": c.KLPenalty("loss", 0.1),
+    },
     {
         "correction": c.ImportanceCorrection(LIMITS, c.RatioRange("geometric", 0.9), keep_in_divisor=True),
         "kl": c.KLPenalty("loss", 0.1, importance_weighted=True, target=0.5, horizon=100),

@@ -20,6 +20,7 @@ from realign.functional import ImportanceLevel
 from realign.interfaces.components import (
     GAE,
     Clip,
+    EntropyBonus,
     ImportanceCorrection,
     KLPenalty,
     KLPlace,
@@ -281,7 +282,7 @@ def test_trap_f10_with_the_sampler_as_proximal_policy_it_is_ppo(level):
     data = random_batch(4)
     data = data.select(["input_ids", "loss_mask", "logprobs", "rewards", "ref_logprobs"])
     kl = KLPenalty(KLPlace.loss, 0.1)
-    settings = {"epochs": 2, "n_minibatches": 2, "kl": kl, "entropy_coef": 0.1, "objective": Clip(dual=3.0)}
+    settings = {"epochs": 2, "n_minibatches": 2, "kl": kl, "entropy": EntropyBonus(0.1), "objective": Clip(dual=3.0)}
     plain = train_once(PPOActorInterface(**settings), data, MicroBatchSpec())
     bounds = RatioRange(level, 0.5, 2.0), RatioRange(level, 0.5, 2.0)
     same = data.with_tokens(prox_logprobs=data["logprobs"])

@@ -111,7 +111,7 @@ def test_no_component_of_the_package_escapes(base):
         assert changed == fields, f"no setting of {cls.__name__} in COMPONENTS changes {sorted(fields - changed)}"
 
 
-@pytest.mark.parametrize("place", ["kl", "reward", "truncation", "early_stop", "adv_norm", "value"])
+@pytest.mark.parametrize("place", ["kl", "entropy", "reward", "truncation", "early_stop", "adv_norm", "value"])
 def test_no_setting_of_a_fixed_component_of_ppo_escapes(place):
     """Components without variants, whose settings PPO_SETTINGS lists."""
     components = [kwargs[place] for kwargs in PPO_SETTINGS if place in kwargs]

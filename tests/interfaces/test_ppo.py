@@ -13,6 +13,7 @@ from realign.functional import KLEstimator, Scope, kl_estimate
 from realign.interfaces.components import (
     GAE,
     Clip,
+    EntropyBonus,
     GroupRelative,
     KLPenalty,
     KLPlace,
@@ -158,7 +159,7 @@ def test_trap_d15_every_term_of_the_loss_is_weighed_alike():
     for weighing in (TokenMean(), SeqMeanTokenMean()):
         mask, cu = data["loss_mask"], data.cu_seqlens()
         plain = PPOActorInterface(aggregation=weighing).loss(output, data)[0]
-        with_entropy = PPOActorInterface(aggregation=weighing, entropy_coef=0.3).loss(output, data)[0]
+        with_entropy = PPOActorInterface(aggregation=weighing, entropy=EntropyBonus(0.3)).loss(output, data)[0]
         _, entropy = output.logprobs_and_entropy(where_T=mask)
         assert float(plain - with_entropy) == pytest.approx(0.3 * float(weighing.total(entropy, mask, cu)))
         kl = KLPenalty(KLPlace.loss, 0.7, KLEstimator.k3)

@@ -17,6 +17,7 @@ from realign.functional import Scope
 from realign.interfaces.components import (
     GAE,
     EarlyStop,
+    EntropyBonus,
     GroupRelative,
     KLPenalty,
     KLPlace,
@@ -422,7 +423,7 @@ def test_the_launch_table_lists_what_differs_from_plain_ppo():
         min_response_tokens=2,
         train_end_token=False,
         keep_best=1,
-        entropy_coef=0.01,
+        entropy=EntropyBonus(0.01),
         ptx_coef=27.8,
         early_stop=EarlyStop(kl=0.1, ratio=5.0),
         critic="own",

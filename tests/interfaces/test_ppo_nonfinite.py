@@ -12,6 +12,7 @@ from realign.functional import Scope
 from realign.interfaces.components import (
     GAE,
     AdvantageEstimator,
+    EntropyBonus,
     KLPenalty,
     Normalization,
     RewardScale,
@@ -37,7 +38,7 @@ SETTINGS = [
     {"adv_norm": Normalization(Scope.group, Scope.group)},
     {"adv_norm": Normalization(Scope.group, Scope.batch)},
     {"kl": KLPenalty("reward", 0.1), "n_minibatches": 2, "epochs": 2},
-    {"kl": KLPenalty("loss", 0.1, importance_weighted=True), "entropy_coef": 0.1},
+    {"kl": KLPenalty("loss", 0.1, importance_weighted=True), "entropy": EntropyBonus(0.1)},
     {"keep_best": 2},
     {"reward": RewardShaping(scale=RewardScale.running, center=True)},
     {"credit_per_minibatch": True, "n_minibatches": 2},

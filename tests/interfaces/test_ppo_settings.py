@@ -13,6 +13,7 @@ from realign.functional import KLEstimator, Scope
 from realign.interfaces.components import (
     GAE,
     Clip,
+    EntropyBonus,
     KLPenalty,
     KLPlace,
     Normalization,
@@ -46,7 +47,7 @@ class Settings:
         critic = {} if self.value is None else {"value": ValueObjective(clip=self.value_clip, coef=self.value)}
         return PPOActorInterface(
             objective=Clip(self.low, self.high, self.dual),
-            entropy_coef=self.entropy,
+            entropy=EntropyBonus(self.entropy),
             kl=penalty,
             critic="none" if self.value is None else "shared",
             aggregation=SeqMeanTokenMean() if self.by_sequence else TokenMean(),

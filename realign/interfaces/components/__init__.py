@@ -36,6 +36,7 @@ from realign.interfaces.components.correction import (
 )
 from realign.interfaces.components.divergence import JSD, Divergence, ForwardKL, ReverseKL
 from realign.interfaces.components.early_stop import EarlyStop
+from realign.interfaces.components.entropy import EntropyBonus, EntropyControl
 from realign.interfaces.components.kl import KLControl, KLPenalty, KLPlace
 from realign.interfaces.components.normalization import Normalization
 from realign.interfaces.components.objectives import (
@@ -84,6 +85,8 @@ __all__ = [
     "Divergence",
     "Dppo",
     "EarlyStop",
+    "EntropyBonus",
+    "EntropyControl",
     "Estimate",
     "ForwardKL",
     "Gdpo",

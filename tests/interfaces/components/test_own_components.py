@@ -18,6 +18,7 @@ from realign.interfaces.components import (
     GAE,
     AdvantageEstimator,
     EarlyStop,
+    EntropyBonus,
     ImportanceCorrection,
     KLPenalty,
     Normalization,
@@ -107,7 +108,7 @@ def settings(place, topr, ranks):
 def test_with_an_own_component_kl_in_the_loss_and_entropy_move_the_weights(actor, settings):
     plain = actor(**settings)
     assert moved(plain, actor(**settings, kl=KLPenalty("loss", 0.5)))
-    assert moved(plain, actor(**settings, entropy_coef=0.1))
+    assert moved(plain, actor(**settings, entropy=EntropyBonus(0.1)))
     assert moved(plain, actor())  # the component itself changes the weights, too
 
 
