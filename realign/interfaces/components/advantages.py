@@ -522,12 +522,12 @@ class MaxRL(_Grouped):
     @override
     def check(self, *, responses: int, adv_norm: Normalization, reward: RewardShaping, truncation: Truncation) -> None:
         super().check(responses=responses, adv_norm=adv_norm, reward=reward, truncation=truncation)
-        if adv_norm.std is Scope.group or reward.has_baseline:
-            wrong = "adv_norm.std=group: gives GRPO"
+        if adv_norm.std is Scope.group or reward.has_baseline or reward.center:
+            wrong = "reward.center=true: makes rewards negative" if reward.center else "adv_norm.std=group: gives GRPO"
             wrong = "reward.baseline=greedy: makes rewards negative" if reward.has_baseline else wrong
             raise SettingsError(
                 f"{wrong} with advantage=max_rl, which divides by the mean of the group. Set adv_norm.mean=none, "
-                "adv_norm.std=none and reward.baseline=none"
+                "adv_norm.std=none, reward.baseline=none and reward.center=false"
             )
 
     @override

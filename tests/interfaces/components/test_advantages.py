@@ -27,7 +27,7 @@ from realign.testing import random_batch
 
 NONE = Normalization("none", "none")
 GREEDY, DOUBLE = RewardShaping(baseline="greedy"), RewardShaping(gain=2.0)
-PENALTY = Truncation("add", -1.0)
+PENALTY, CENTERED_SCORES = Truncation("add", -1.0), RewardShaping(scale="running", center=True)
 GROUP = Normalization("group", "group")
 GIVEN = {"responses": 4, "adv_norm": GROUP, "reward": RewardShaping(), "truncation": Truncation()}
 """Arguments of `AdvantageEstimator.check`."""
@@ -135,6 +135,7 @@ def test_responses_of_small_groups_are_not_kept():
         (TurnReturns(), {"reward": DOUBLE}, r"advantage=turn_returns: takes the rewards of turns"),
         (Gdpo(weights={"a": 1.0}), {"reward": GREEDY, "adv_norm": NONE}, r"advantage=gdpo: normalizes each"),
         (MaxRL(), {}, r"adv_norm\.std=group: gives GRPO with advantage=max_rl"),
+        (MaxRL(), {"reward": CENTERED_SCORES, "adv_norm": NONE}, r"reward\.center=true: makes rewards negative"),
         (MaxRL(), {"reward": GREEDY, "adv_norm": NONE}, r"reward\.baseline=greedy: makes rewards negative"),
         (GAE(reward_norm=GROUP), {"responses": 1}, r"generation\.n=1: advantage\.reward_norm compares"),
     ],
