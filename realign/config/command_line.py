@@ -129,7 +129,8 @@ def _is_ours(override: Override) -> bool:
     if root not in ROOTS or override.is_sweep_override() or override.package is not None:
         return False
     # An item of a list (`mcp[0]`) is no component of its own.
-    return "[" not in rest and (bool(rest) or isinstance(override.value(), dict) or is_word(override.value()))
+    word = is_word(override.value()) and not ROOTS[root].per_role
+    return "[" not in rest and (bool(rest) or isinstance(override.value(), dict) or word)
 
 
 def _put(tree: dict[str, Any], path: Path, value: Any) -> None:

@@ -127,6 +127,12 @@ def test_a_misspelled_word_is_an_error_that_names_the_nearest(override):
         compose(["experiment=grpo", *REQUIRED, override])
 
 
+@pytest.mark.parametrize("override", ["models=m", "interfaces=grpo", "curriculum=nothing", "graph=nothing"])
+def test_a_word_that_no_key_takes_is_a_text_in_place_of_a_component(override):
+    with pytest.raises(ConfigError, match=rf"^{override.partition('=')[0]}: expected a component, found a text"):
+        compose(["experiment=grpo", *REQUIRED, override])
+
+
 def test_a_file_is_written_in_words(tmp_path):
     made = build_experiment(compose(["experiment=bigram"], write_experiment(tmp_path, text=PLAIN))).resolved
     assert made["interfaces"]["actor"]["_target_"] == "realign.interfaces.grpo.GRPOActorInterface"
