@@ -337,6 +337,7 @@ def push(hub, run: Path, tmp_path: Path, **env: str) -> subprocess.CompletedProc
     return subprocess.run(command, env=everything, capture_output=True, text=True, timeout=300, check=False)
 
 
+@pytest.mark.slow
 def test_a_model_is_pushed_to_the_hub_and_the_token_is_never_printed(hub, run, tmp_path):
     done = push(hub, run, tmp_path)
     assert done.returncode == 0, done.stderr

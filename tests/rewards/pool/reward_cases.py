@@ -103,3 +103,21 @@ def unknown_names(p, r, row):
 
 
 not_a_function = 3
+
+
+def popping(prompt, response, row):
+    """Return the length of a list of the row, and shorten it."""
+    row["left"].pop()
+    return 1.0 + len(row["left"])
+
+
+async def popping_later(prompt, response, row):
+    return popping(prompt, response, row)
+
+
+def popping_group(prompt, responses, row):
+    return [popping(prompt, response, row) for response in responses]
+
+
+def popping_batch(prompts, responses, rows):
+    return [popping("", "", row) for row in rows]

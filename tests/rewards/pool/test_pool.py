@@ -25,6 +25,7 @@ from realign.rewards.pool.pool import Tally, in_thread
 from realign.rewards.pool.processes import _Todo
 from realign.rewards.pool.worker import Problem, RewardCall, answer
 from tests.processes import gone
+from tests.rewards.pool.reward_cases import popping, popping_batch, popping_group, popping_later
 
 HERE = Path(__file__).parent
 CASES = f"{HERE / 'reward_cases.py'}:act"
@@ -53,24 +54,6 @@ def test_values_stand_at_their_items(workers):
         assert result.failures == []
         assert score(pool, []).values == []
         assert score(pool, values(1)).values == [0.0]
-
-
-def popping(prompt, response, row):
-    """Return the length of a list of the row, and shorten it."""
-    row["left"].pop()
-    return 1.0 + len(row["left"])
-
-
-async def popping_later(prompt, response, row):
-    return popping(prompt, response, row)
-
-
-def popping_group(prompt, responses, row):
-    return [popping(prompt, response, row) for response in responses]
-
-
-def popping_batch(prompts, responses, rows):
-    return [popping("", "", row) for row in rows]
 
 
 @pytest.mark.parametrize(
