@@ -392,12 +392,12 @@ def truncated(run: RunRecords) -> Cause | None:
         return None  # it was led there by the reward
     texts = [sample for sample in run.samples if sample.get("response")]
     endless = [sample for sample in texts if _repeats(sample)]
-    values = {"share": run.cut, "limit": limit, "longer": 4 * limit}
-    if (texts and len(endless) > len(texts) / 2) or any(map(_goes_on, run.tokens)):
-        return _cause("no-end-token", CERTAIN, run.show(*endless, *texts), **values)
     early = fmean(run.values("truncated_fraction")[:3])
     # what comes later is a consequence
     sure = POSSIBLE if early < run.cut / 2 else CERTAIN if run.idle > 0.5 or run.cut > 0.9 else LIKELY
+    values = {"share": run.cut, "limit": limit, "longer": 4 * limit}
+    if (texts and len(endless) > len(texts) / 2) or any(map(_goes_on, run.tokens)):
+        return _cause("no-end-token", sure, run.show(*endless, *texts), **values)
     return _cause("truncated", sure, run.show(*texts), **values)
 
 

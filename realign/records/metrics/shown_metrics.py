@@ -211,7 +211,9 @@ def metric_summaries(
     evaluated = evaluated[: _MOST_SUMMARIZED - 2]
     order = [*evaluated, *limit_metrics(others, _MOST_SUMMARIZED - len(evaluated))]
     points = {name: [(int(record["step"]), record[name]) for record in history if name in record] for name in order}
-    return tuple(metric_summary(name, points[name], known[name]) for name in order)
+    return tuple(
+        metric_summary(name, points[name], known[name]) for name in order if not is_noise(x for _, x in points[name])
+    )
 
 
 def larger_is_better(name: str, known: Mapping[str, bool]) -> bool | None:
@@ -245,6 +247,12 @@ def held_out_metrics(reported: Collection[str], shown: Collection[str] = ()) -> 
 
 _NOISE = 1e-9
 """Absolute value below which a shown metric is 0."""
+
+
+def is_noise(values: Iterable[float]) -> bool:
+    """Return whether a metric is nothing but rounding noise, which no chart and no table shows. Zeros say something."""
+    sizes = [abs(value) for value in values]
+    return any(sizes) and all(size < _NOISE for size in sizes)
 
 
 def number(value: float) -> str:

@@ -60,7 +60,7 @@
   }
 
   /* lines: [{label, x, y, color, dash, exact (never smoothed), band: [low, high]}]. Returns a card with title, legend and chart. */
-  report.chart = ({ title, lines, xLabel, smoothing, height, zoomable, unit, onpoint }) => {
+  report.chart = ({ title, lines, xLabel, smoothing, height, zoomable, unit, onpoint, log }) => {
     const drawn = lines.filter((line) => line.y.some(report.isNumber));
     if (!drawn.length) return null;
     const series = [{ label: xLabel || "step" }], columns = [], bands = [];
@@ -112,7 +112,7 @@
         cursor: { sync: zoomable ? { key: "report" } : undefined, drag: { x: !!zoomable, y: false, setScale: false },
           points: { size: 6 } },
         scales: { x: { time: false, ...(range ? { min: range[0], max: range[1] } : {}) },
-          y: { range: (u, low, high) => (low === high ? [low - (Math.abs(low) || 1) / 2, high + (Math.abs(high) || 1) / 2]
+          y: log && columns.flat().every((y) => !report.isNumber(y) || y > 0) ? { distr: 3 } : { range: (u, low, high) => (low === high ? [low - (Math.abs(low) || 1) / 2, high + (Math.abs(high) || 1) / 2]
             : uPlot.rangeNum(low, high, 0.08, true)) } },
         axes: [axis(28, { space: 60, incrs: wholeIncrements(xs), values: (u, splits) => splits.map((x) => tick(x)) }),
           axis(52, { values: (u, splits) => splits.map((x) => tick(x)) })],

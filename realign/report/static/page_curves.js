@@ -2,7 +2,7 @@
 /* Page "Curves": all metrics, smoothed, over steps or minutes, for one run, several runs or bands over seeds. */
 (() => {
   const { el } = report;
-  const state = { smoothing: 0.6, x: "step", filter: "", bands: true, more: false };
+  const state = { smoothing: 0.6, x: "step", filter: "", bands: true, more: false, log: false };
   const UNITS = [[/tokens_per_s/, "tokens/s"], [/_s$/, "seconds"], [/response_tokens|rollout_tokens/, "tokens"], [/entropy|kl|logprob/, "nats"],
     [/fraction|clip_/, "fraction"]];
 
@@ -21,6 +21,7 @@
       el("label", {}, "Axis ", el("select", { onchange: (event) => { state.x = event.target.value; report.zoom(null); draw(); } },
         ["step", "minutes"].map((name) => el("option", { value: name, selected: state.x === name }, name)))),
       el("label", {}, "Filter ", el("input", { type: "search", value: state.filter, placeholder: "kl, reward, time …", oninput: (event) => { state.filter = event.target.value; draw(); } })),
+      el("label", { class: "check" }, el("input", { type: "checkbox", checked: state.log, onchange: (event) => { state.log = event.target.checked; draw(); } }), " Log axis (positive values)"),
       seeds && el("label", { class: "check" }, el("input", { type: "checkbox", checked: state.bands, onchange: (event) => { state.bands = event.target.checked; draw(); } }), " Band over seeds"),
       el("button", { type: "button", "aria-pressed": String(state.more), onclick: (event) => {
         state.more = !state.more; event.target.setAttribute("aria-pressed", String(state.more)); event.target.textContent = moreText(); draw(); } }, moreText()),
@@ -102,10 +103,13 @@
     });
     const unit = (UNITS.find(([pattern]) => pattern.test(names[0])) || [])[1];
     const constant = lines.filter(Boolean).every((one) => { const v = one.y.filter(report.isNumber); return v.every((x) => x === v[0]); });
-    if (panel.other && constant) return null;
+    // rounding noise; zeros say something
+    const sizes = lines.filter(Boolean).flatMap((one) => one.y.filter(report.isNumber).map(Math.abs));
+    const noise = sizes.some((x) => x > 0) && sizes.every((x) => x < 1e-9);
+    if (noise || (panel.other && constant)) return null;
     const all = lines.filter(Boolean);
     return report.chart({ title: panel.title, unit: panel.title.includes(unit || "(") || panel.title.includes("(") ? null : unit, lines: all, xLabel: state.x === "step" ? "step" : "min",
-      smoothing: state.smoothing, zoomable: true, onpoint: state.x === "step" && report.focused().samples.length ? (step) => {
+      smoothing: state.smoothing, zoomable: true, log: state.log, onpoint: state.x === "step" && report.focused().samples.length ? (step) => {
         location.hash = report.link("samples", null, { step: report.nearest(report.focused().samples, step) });
       } : null });
   }

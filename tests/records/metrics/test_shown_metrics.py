@@ -127,3 +127,9 @@ def test_held_out_values_stand_beside_their_metric_or_in_a_chart_of_their_own():
         ("other held-out metrics", {"eval/d": "d"}),
     ]
     assert with_held_out(charts, ["a"]) == charts
+
+
+def test_a_metric_of_rounding_noise_is_not_summarized_and_one_of_zeros_is():
+    history = [{"step": step, "reward": 0.0, "kl": 1e-13 * step, "entropy": 1.0} for step in (1, 2)]
+    shown = metric_summaries(history, ("reward", "kl", "entropy"))
+    assert [metric.name for metric in shown] == ["reward", "entropy"]
