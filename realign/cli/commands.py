@@ -6,8 +6,10 @@ import argparse
 import atexit
 import gc
 import os
+import re
 import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -124,6 +126,11 @@ Examples
 """
 
 
+_USAGES = re.sub(r"\n {10,}", " ", _HELP).splitlines()
+"""The lines of `_HELP`, each with the lines that continue it."""
+_WIDTH = 80
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line.
 
@@ -226,9 +233,11 @@ def _dispatch(argv: list[str], start: Start) -> int:
 
         return _say(installed_version())
     if args.help:
-        keys = [word for word in args.words if word not in COMMANDS]
-        folder = Path(args.config_dir) if args.config_dir else None
-        return describe_keys(args, keys) if keys else _say(_help_text(folder))
+        command, keys = args.words[:1], [word for word in args.words if word not in COMMANDS]
+        if keys or not command or command == ["help"]:
+            folder = Path(args.config_dir) if args.config_dir else None
+            return describe_keys(args, keys) if keys else _say(_help_text(folder))
+        return _say(_command_help(command[0]))
     command, words = _command_of(args.words)
     check_flags(command, args)
     if not argv:
@@ -306,11 +315,28 @@ def _help_text(config_dir: Path | None = None) -> str:
     return _HELP.format(**lines)
 
 
+def _command_help(command: str) -> str:
+    """Return the usage, options and settings of a command, from its lines in `_HELP`."""
+    from realign.config.help import settings_help
+
+    first = "<overrides> " if command == TRAIN else rf"{command}\b"
+    usage, text = next(filter(None, (re.match(rf"  (realign {first}.*?) {{2,}}(.*)", x) for x in _USAGES))).groups()
+    text, _, options = text.partition(": [")
+    lines = [usage.rstrip(), "", *textwrap.wrap(text, _WIDTH, initial_indent="  ", subsequent_indent="  ")]
+    if options:
+        lines += textwrap.wrap(f"[{options}", _WIDTH, initial_indent="  ", subsequent_indent="  ")
+    if path := COMMANDS[command].settings:
+        lines += settings_help(path, command, _WIDTH)
+    return "\n".join([*lines, "", "`realign --help` lists all commands, `realign help KEY` describes a config key."])
+
+
 def describe_keys(args: argparse.Namespace, words: Sequence[str]) -> int:
     """Run `realign help [overrides] [KEY]`: describe config keys."""
     from realign.config.help import key_help
 
     overrides = [word for word in words if "=" in word or word.startswith("~") or is_file(word)]
+    if len(words) == 1 and words[0] in COMMANDS:
+        return _say(_command_help(words[0]))
     prepared = without_names(overrides, args.config_dir) if overrides else []
     keys = [word for word in words if word not in overrides]
     folder = Path(args.config_dir) if args.config_dir else None

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import dropwhile, takewhile
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -70,18 +71,26 @@ def list_algorithms(config_dir: Path | None = None) -> dict[str, str]:
 
 
 def _list_files(group: str, config_dir: Path | None) -> dict[str, str]:
+    return {name: next(iter(_header(path)), "") for name, path in _files(group, config_dir).items()}
+
+
+def _files(group: str, config_dir: Path | None) -> dict[str, Path]:
     folders = [experiments_dir(), *([config_dir] if config_dir is not None else [])]
-    files = [path for folder in folders for path in sorted((folder / group).glob("*.yaml"))]
-    return {path.stem: _description(path) for path in files}
+    return {path.stem: path for folder in folders for path in sorted((folder / group).glob("*.yaml"))}
 
 
-def _description(path: Path) -> str:
-    for line in path.read_text(encoding="utf-8").splitlines():
-        if not line.startswith("#"):
-            break
-        if "@package" not in line and line.strip("# "):
-            return line.strip("# ")
-    return ""
+def _header(path: Path) -> list[str]:
+    """Return the comment at the start of a file, without the line for Hydra."""
+    lines = takewhile(lambda line: line.startswith("#"), path.read_text(encoding="utf-8").splitlines())
+    return [text for line in lines if "@package" not in line and (text := line.strip("# "))]
+
+
+def about_files(name: str, config_dir: Path | None = None) -> Iterator[tuple[str, list[str], str]]:
+    """Yield the override that chooses the preset or experiment of this name, its header, and its settings."""
+    for group in ("algorithm", EXPERIMENT):
+        if (path := _files(group, config_dir).get(name)) is not None:
+            lines = path.read_text(encoding="utf-8").splitlines()
+            yield f"{group}={name}", _header(path), "\n".join(dropwhile(lambda line: line.startswith("#"), lines))
 
 
 def is_path(name: str) -> bool:

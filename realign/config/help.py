@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,7 +13,7 @@ from realign.config.aliases import describe, index
 from realign.config.classes import Class, Field, Type, first_paragraph, first_sentence
 from realign.config.errors import ConfigError, suggest, unknown_key
 from realign.config.experiment import REPORT
-from realign.config.files import file_values, list_experiments
+from realign.config.files import about_files, file_values, list_experiments
 from realign.config.index import Find, class_at
 from realign.config.keys import FIRST, component_at, find_keys, step_into, suggest_keys
 from realign.config.places import ROOTS, Place, schema
@@ -253,6 +254,7 @@ def key_help(words: Sequence[str], config_dir: Path | None = None, width: int = 
     """Return the help for the keys among `words`; the other words are overrides, which select the experiment.
 
     A key may also be a name of another tool, or the last name of keys such as `kl`: then the text names the full keys.
+    A preset or an experiment is described by its file.
 
     Raises:
         ConfigError: a key does not exist, or an override is invalid.
@@ -276,8 +278,38 @@ def _of_key(key: str, overrides: Sequence[str], config_dir: Path | None, width: 
         yield from (f"{_INDENT}{full_key}" for full_key in full)
         yield ""
         yield f"`realign help {full[0]}` describes the first one."
+    elif key and key not in _root_keys() and (files := [*about_files(key, config_dir)]):
+        for about in files:
+            yield from [*_of_file(about, width), ""]
+        yield f"`realign help {' '.join(about[0] for about in files)} KEY` describes a key with these values."
     else:
         yield from _lines(section(key, overrides, config_dir), width)
+
+
+def _of_file(about: tuple[str, list[str], str], width: int) -> Iterator[str]:
+    override, header, settings = about
+    yield override
+    for paragraph in re.split(r"\n(?![a-z0-9(])", "\n".join(header)):  # a line that begins small continues one
+        yield from textwrap.wrap(paragraph, width, initial_indent=_INDENT, subsequent_indent=_INDENT * 2)
+    yield ""
+    yield textwrap.indent(settings.rstrip(), _INDENT)
+
+
+def settings_help(path: str, prefix: str, width: int) -> list[str]:
+    """Return a line for each setting of a command, with its meaning below.
+
+    Args:
+        path: Import path of the class of the settings.
+        prefix: First name of their keys, such as `report`.
+        width: Number of columns.
+    """
+    settings = class_at(path)
+    assert settings is not None
+    lines: list[str] = []
+    for entry in entries_of(settings):
+        lines += ["", _INDENT + "   ".join([f"{prefix}.{entry.key}", *_short_facts(entry)])]
+        lines += _wrap(entry.text, width, _INDENT * 3)
+    return lines
 
 
 def _lines(section: Section, width: int) -> Iterator[str]:

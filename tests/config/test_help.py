@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from realign.cli import commands as cli
+from realign.cli.arguments import COMMANDS
 from realign.config.composition import compose_raw
 from realign.config.errors import ConfigError
 from realign.config.experiment import REPORT, ExperimentConfig
@@ -168,6 +169,31 @@ def test_help_of_an_experiment_shows_what_it_sets(capsys):
     assert re.search(r"^  steps   int, at least 1   set to 100$", out, re.M)
     assert cli.main(["help"]) == 0
     assert re.search(r"^  steps   int, at least 1   must be set$", capsys.readouterr().out, re.M)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_a_short_help(command, capsys):
+    assert cli.main([command, "--help"]) == 0
+    of_option = capsys.readouterr().out
+    if command == "help":
+        return
+    assert cli.main(["help", command]) == 0
+    assert capsys.readouterr().out == of_option
+    lines = of_option.splitlines()
+    assert lines[0].startswith("realign <overrides>" if command == "train" else f"realign {command}")
+    assert max(map(len, lines)) <= 80
+    assert "Exit codes" not in of_option
+
+
+def test_help_of_a_preset_is_its_file(capsys):
+    assert cli.main(["help", "dapo"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("algorithm=dapo\n  DAPO (arXiv:2503.14476)")
+    assert "  dynamic_sampling: {max_batches: 10}\n" in out
+    assert cli.main(["help", "grpo"]) == 0
+    out = capsys.readouterr().out
+    assert "algorithm=grpo\n" in out
+    assert "experiment=grpo\n" in out
 
 
 def test_a_key_that_does_not_exist_is_one_line(capsys):
