@@ -371,6 +371,9 @@ def _is_own(key: str, config: Mapping[str, Any]) -> bool:
     root, _, rest = key.partition(".")
     node = config.get(root) if root in _OWN_ROOTS and rest else None
     names = rest.split(".")
+    per_role = root in ROOTS and ROOTS[root].per_role
+    if per_role and key.count(".") == DEPTH_OF_FIELDS - 1 and isinstance(node, Mapping) and names[0] not in node:
+        return True  # a typo in a role, which is reported as such
     if key.count(".") == DEPTH_OF_FIELDS - 1 and isinstance(node, Mapping) and isinstance(node.get(names[0]), Mapping):
         node, names = node[names[0]], names[1:]  # of a role
         default = ROOTS[root].default if root in ROOTS else None
