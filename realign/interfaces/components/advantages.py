@@ -445,7 +445,7 @@ class Gdpo(_Grouped):
     response without one of the rewards (NaN) gets 0 for that reward, and has no part in its statistics.
 
     The paper and TRL take the statistics of the batch over responses, verl over tokens (`length_weighted`). The only
-    response of a group gets 0, in verl its reward. A KL in the reward is ignored by verl and refused by ms-swift.
+    response of a group gets 0, in verl its reward. verl ignores a KL in the reward, ms-swift turns it off.
     """
 
     weights: dict[str, Finite] = field(default_factory=dict)
