@@ -300,7 +300,7 @@ FAULTS = (
     _case("gradient clipped to nothing", "gradient-clip", "models.actor.optimizer.grad_clip=1.0e-10"),
     _case("KL of 100 in the loss", "kl-too-strong", "interfaces.actor.kl={place: loss, coef: 100}"),
     _case("KL of 30 in the reward", "kl-too-strong", "interfaces.actor.kl={place: reward, coef: 30}"),
-    _case("entropy bonus of 3", "entropy-bonus", "interfaces.actor.entropy_coef=3"),
+    _case("entropy bonus of 3", "entropy-bonus", "interfaces.actor.entropy.coef=3"),
     _case("clip of 1e-6", "clip", "interfaces.actor.objective={low: 1.0e-6, high: 1.0e-6}; interfaces.actor.epochs=4"),
     _case(
         "own groups",

@@ -575,7 +575,7 @@ def reward_exploited(run: RunRecords) -> Cause | None:
 def entropy_explodes(run: RunRecords) -> Cause | None:
     """Look for sampling close to chance."""
     course, temperature = run.course("entropy"), run.setting(f"{run.generation}.temperature", 1.0)
-    bonus = run.setting("interfaces.actor.entropy_coef", 0.0)
+    bonus = run.setting("interfaces.actor.entropy.coef", 0.0)
     if course is None or run.learns:
         return None
     facts = (f"entropy {course} nats per token", run.show(*run.samples[-1:]))
@@ -648,7 +648,7 @@ def rate_too_high(run: RunRecords) -> Cause | None:
     if run.learns or run.trains() or len(run.steps) < 3 or max(rates, default=1.0) <= 3e-6:
         return None
     facts: list[tuple[float, str]] = []
-    if entropy and entropy[0] > 0.01 and not run.setting("interfaces.actor.entropy_coef"):
+    if entropy and entropy[0] > 0.01 and not run.setting("interfaces.actor.entropy.coef"):
         early = entropy[: max(4, len(entropy) // 3)]
         jump = max(abs(b - a) for a, b in itertools.pairwise(early)) / entropy[0]
         if jump > 0.5:

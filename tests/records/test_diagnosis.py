@@ -100,7 +100,7 @@ CASES = {
         history(1.0, 9.0, FLAT, **{"rewards/short/mean": (1.0, 9.0), "rewards/right/mean": 0.2}), CONFIG
     ),
     "reward-hacking": RunRecords(history(1.0, 9.0, (0.5, 0.4, 0.2, 0.1, 0.0), response_tokens=(9.0, 60.0)), CONFIG),
-    "entropy-bonus": RunRecords(history(entropy=(1.0, 3.0)), config(interfaces__actor__entropy_coef=1.0)),
+    "entropy-bonus": RunRecords(history(entropy=(1.0, 3.0)), config(interfaces__actor__entropy__coef=1.0)),
     "high-temperature": RunRecords(history(), config(interfaces__actor__generation__temperature=3.0)),
     "kl-too-strong": RunRecords(
         history(ref_kl=0.001), config(interfaces__actor__kl__coef=50.0, interfaces__actor__kl__place="loss")
