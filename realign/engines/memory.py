@@ -335,7 +335,7 @@ def moment_bytes(optimizer: OptimizerSpec) -> float:
     """Return the bytes of optimizer state per trained weight, from one step on a small matrix."""
     weight = nn.Parameter(torch.zeros(128, 128))
     weight.grad = torch.zeros_like(weight)
-    built = optimizer.build([weight])
+    built = replace(optimizer, lr=optimizer.lr or 0.0).build([weight])  # null: the loaded model sets it
     built.step()
     tensors = [x for state in built.state.values() for x in state.values() if isinstance(x, torch.Tensor)]
     return sum(x.numel() * x.element_size() for x in tensors if x.numel() > 1) / weight.numel()
