@@ -81,11 +81,11 @@ def saved_bytes(run, engine):
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "bloom", "gemma2"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_activations_are_the_tensors_that_autograd_saves(family, dtype):
-    engine = tiny_engine(family, optimizer=OptimizerSpec(), dtype=dtype, shared_prompts=SharedPrompts.off)
+    engine = tiny_engine(family, optimizer=OptimizerSpec(lr=1e-3), dtype=dtype, shared_prompts=SharedPrompts.off)
     data = random_sample([[60], [60]])
     tokens = data.lengths["input_ids"].total
     shape = shape_of(tiny_config(family), Causal())
-    estimate = MemoryModel(shape, CPU, dtype, optimizer=OptimizerSpec())
+    estimate = MemoryModel(shape, CPU, dtype, optimizer=OptimizerSpec(lr=1e-3))
     work = replace(WORK, tokens=tokens, response=60)
     saved = saved_bytes(lambda: engine.network.run(data, data, training=True).hidden_RH, engine)
     cast = 2 * shape.in_layers if dtype == torch.bfloat16 else 0
@@ -96,7 +96,7 @@ def test_activations_are_the_tensors_that_autograd_saves(family, dtype):
 def test_models_that_run_unpacked_neither_copy_weights_for_rollouts_nor_run_concurrent_micro_batches():
     work = MemoryWork(True, False, True, 1024, 1024, prompts=8, sequences=64, prompt=32, response=32)
     packed, unpacked = (
-        model(family, optimizer=OptimizerSpec(), lanes=4).estimate(work) for family in ("llama", "bloom")
+        model(family, optimizer=OptimizerSpec(lr=1e-3), lanes=4).estimate(work) for family in ("llama", "bloom")
     )
     assert (packed.rollout_weights > 0, unpacked.rollout_weights) == (True, 0)
     assert unpacked.gradients == pytest.approx(unpacked.weights, rel=0.5)
@@ -134,7 +134,7 @@ def test_frozen_roles_need_no_gradients_and_scalar_heads_no_logits(tmp_path):
 
 def test_ranks_divide_weights_and_state_but_sample_from_a_whole_copy():
     one, two = (
-        model(optimizer=OptimizerSpec()).estimate(
+        model(optimizer=OptimizerSpec(lr=1e-3)).estimate(
             MemoryWork(True, False, True, 64, 64, prompts=1, sequences=1, prompt=4, response=4, ranks=ranks)
         )
         for ranks in (1, 2)
@@ -160,7 +160,7 @@ def test_ranks_gather_fused_layers_in_the_dtype_of_products_and_others_in_fp32(d
 
 def test_a_reference_branch_copies_the_layers_that_train():
     shape = shape_of(tiny_config("llama"), Causal(), trains=TopLayers(1))
-    of_layers = MemoryModel(shape, CPU, torch.float32, optimizer=OptimizerSpec())
+    of_layers = MemoryModel(shape, CPU, torch.float32, optimizer=OptimizerSpec(lr=1e-3))
     work = MemoryWork(True, True, False, 64, 64, references=(None,))
     assert of_layers.estimate(work).references == 4 * shape.trained
     adapters = shape_of(tiny_config("llama"), Causal(), trains=Lora(rank=2))
