@@ -68,10 +68,9 @@ def rl_experiments() -> tuple[str, ...]:
     return tuple(name for name, actor in classes.items() if issubclass(actor, PolicyInterface))
 
 
-# The reward of an experiment has no name.
-INHERENT |= {
-    (experiment, "gdpo"): r"advantage\.weights\.right needs key 'rewards/right'" for experiment in rl_experiments()
-}
+# The reward of an experiment has no name, and some shape it or have none.
+UNNAMED = r"right needs key 'rewards/right'|advantage=gdpo: normalizes each named reward|needs its rewards"
+INHERENT |= {(experiment, "gdpo"): UNNAMED for experiment in rl_experiments()}
 PAIRS = [(experiment, preset) for experiment in rl_experiments() for preset in ALGORITHMS]
 
 
