@@ -379,6 +379,17 @@ def _same(found: Any, value: Any) -> bool:
         return str(found).lower() == str(value).lower()
 
 
+def settings_of_rules(rules: Mapping[str, Any]) -> set[str]:
+    """Return all settings of a tool that its rules read."""
+    parts = [*rules.get("parts", {}).values(), *rules["kinds"].values()]
+    formulas = {name: str(x) for part in parts for name, x in part.get("let", {}).items()}
+    named = {name for part in parts for name in part.get("defaults", {})} | {*rules.get("aliases", {})}
+    for rule in (rule for part in parts for rule in part.get("rules", ())):
+        words = [*rule.get("set", ()), rule.get("refuse", ""), rule.get("hand", ""), rule.get("reject", "")]
+        named |= {*rule.get("when", {}), *rule.get("unless", {})}.union(*(_names(word, formulas) for word in words))
+    return _deep(named, formulas)
+
+
 def _names(text: str, formulas: Mapping[str, str]) -> set[str]:
     """Return the settings in the placeholders of a text, and in the formulas that they name."""
     names = {name for formula in _PLACEHOLDER.findall(text) for name in _NAME.findall(re.sub(r"'[^']*'", "", formula))}
@@ -519,4 +530,4 @@ def _proof(title: str, imported: Imported) -> str:
     return f"Proof: {done.stdout.strip()}"
 
 
-__all__ = ["Imported", "experiment_text", "import_config", "translate_config", "translate_source"]
+__all__ = ["Imported", "experiment_text", "import_config", "settings_of_rules", "translate_config", "translate_source"]

@@ -187,6 +187,7 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = MappingProxyType(
         "sources": _sources,
         "size": _size,
         "part": lambda text, mark, i: x[i] if len(x := str(text).split(mark)) > i else None,
+        "text": str,
         "starts": lambda text, start: str(text).startswith(start),
     }
 )
