@@ -124,7 +124,12 @@ def problems_of(tool: str, folder: Path) -> list[str]:
             lines.append(f"{rules['tool']}: realign import doesn't know {name}{f' of {kind}' if kind else ''}")
         kinds = [rules["kinds"][kind]] if kind in rules["kinds"] else [rules["kinds"].get("rl", {})]
         ours = kinds[0].get("defaults", {}).get(name, _UNKNOWN) if kind or tool == "verl" else _UNKNOWN
-        if ours is not None and _UNKNOWN not in (ours, default) and str(ours) != str(default) and not _equal(ours, default):
+        if (
+            ours is not None
+            and _UNKNOWN not in (ours, default)
+            and str(ours) != str(default)
+            and not _equal(ours, default)
+        ):
             lines.append(f"{rules['tool']}: the default of {name} is {default}, and {ours} in imports/{tool}.yaml")
     return lines
 

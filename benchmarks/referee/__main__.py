@@ -87,7 +87,8 @@ def checkout(word: str) -> tuple[Path, str]:
         raise ValueError(f"{word}: {missing[0]} is missing. A checkout of slime has {', '.join(files)}")
     if not (folder / ".git").exists():  # the archives of GitHub are named slime-COMMIT
         return folder, folder.name.removeprefix("slime-")
-    command = ["git", "-C", str(folder), "rev-parse", "--short=8", "HEAD"]
+    # With its date, since a commit says nothing about how new it is.
+    command = ["git", "-C", str(folder), "log", "-1", "--abbrev=8", "--date=short", "--format=%h (%ad)"]
     return folder, subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 

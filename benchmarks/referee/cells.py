@@ -557,7 +557,7 @@ CELLS: dict[tuple[str, str], Cell | Absent] = {
         {**SLIME_TOKENS, "advantage_estimator": "cispo"},
         actor("objective.low=0.2", "objective.high=0.2"),
         "it bounds the weight from both sides, by PPO's 0.2",
-        f"{SLIME_LOSS}:708",
+        f"{SLIME_LOSS}:1036",
     ),
     ("dppo", "trl"): Absent("whose trainer of it isn't in the release"),
     ("dppo", "verl"): Cell(
@@ -659,7 +659,7 @@ CELLS: dict[tuple[str, str], Cell | Absent] = {
     ("value", "slime"): Cell(
         {**SLIME_TOKENS, "value_clip": 0.2},
         differs="it doesn't halve the squared error: loss and gradient are twice as large",
-        where=f"{SLIME_LOSS}:879",
+        where=f"{SLIME_LOSS}:1216",
         formula=doubled,
     ),
     ("kl_k3", "trl"): Cell(
@@ -786,7 +786,7 @@ EDGE_CELLS: dict[tuple[str, str], Cell] = {
     ("tools", "slime"): Cell(
         SLIME_GAE,
         differs="each of its tokens is a step with its own value and KL penalty",
-        where=f"{SLIME_LOSS}:463",
+        where=f"{SLIME_LOSS}:775",
         formula=slime_tools,
     ),
     ("longest", "areal"): Cell(
@@ -828,12 +828,6 @@ EDGE_CELLS: dict[tuple[str, str], Cell] = {
         differs=f"{BOUND_WORDS}, with `kl_loss_type=low_var_kl`",
         where="slime/utils/ppo_utils.py:49",
         formula=k3(10),
-    ),
-    ("dual", "slime"): Cell(
-        {"eps_clip_c": 3.0},
-        differs="`eps_clip_c` has no effect: the loss doesn't get it",
-        where=f"{SLIME_LOSS}:710",
-        instead=("experiment=grpo", "algorithm=grpo", *actor("kl.place=none")),
     ),
     ("sizes", "slime"): Cell(
         {"advantage_estimator": "grpo"},

@@ -57,8 +57,7 @@ SURPRISES = """\
 3. **SkyRL's `advantage_batch_normalize` averages over padding**, so advantages depend on the longest response.
 4. **A group of one response isn't ignored** in verl and SkyRL: its advantage is the raw reward.
 5. **The tokens that drifted furthest feel no KL** in verl, OpenRLHF, SkyRL and slime.
-6. **slime's `--eps-clip-c` does nothing.**
-7. **Groups of different sizes are one group in slime.**
+6. **Groups of different sizes are one group in slime.**
 """
 EDGE_INTRO = """\
 ## Corner cases
@@ -81,8 +80,9 @@ gradient with respect to each token's log-prob (or value). The difference is the
 losses, or of an element of the gradient, relative to the largest element.
 
 realign's interface runs a whole train step with settings composed as on the command line. The other side is the wheel
-from PyPI, with torch {torch} and transformers {transformers}. slime is a checkout, of which the files with its losses
-are imported.{slime} Packages that the losses don't call are stubs, which fail if they're called.
+from PyPI, with torch {torch} and transformers {transformers}. slime has no release: it is a commit of its main branch,
+whose date is in the table, and of which the files with its losses are imported.{slime} Packages that the losses don't
+call are stubs, which fail if they're called.
 
 Not covered: networks, several GPUs, micro-batches, and everything before rewards. KTO gets the same responses of other
 prompts on both sides, which the frameworks choose differently. `--latest --check` runs every week, without slime.

@@ -32,6 +32,7 @@ FILES = (
 """In an order in which each imports only files before it."""
 DEFAULTS = {
     "advantage_estimator": "grpo",
+    "custom_advantage_function_path": None,
     "rewards_normalization": True,
     "grpo_std_normalization": True,
     "normalize_advantages": False,
@@ -54,6 +55,7 @@ DEFAULTS = {
     "get_mismatch_metrics": False,
     "use_rollout_logprobs": False,
     "rollout_temperature": 1.0,
+    "rollout_top_p": 1.0,
     "recompute_loss_function": False,
     "allgather_cp": False,
     "qkv_format": "thd",
@@ -104,6 +106,7 @@ def run(kind: str, batch: dict[str, Tensor], new: Tensor, settings: dict[str, An
     named = {"log_probs": "old", "ref_log_probs": "ref", "values": "values"}
     data: dict[str, Any] = {key: rows(batch[name]) for key, name in named.items()}
     data |= {"loss_masks": rows(batch["mask"].int()), "response_lengths": lengths, "total_lengths": lengths}
+    data["rollout_mask_sums"] = [mask.sum().clamp(min=1) for mask in data["loss_masks"]]  # a rollout is one response
     data |= {"unconcat_tokens": [], "returns": rows(batch["returns"])}
     if kind != "value":
         data["rewards"] = rewards_of(batch, args)
@@ -116,7 +119,7 @@ def run(kind: str, batch: dict[str, Tensor], new: Tensor, settings: dict[str, An
     loss.get_log_probs_and_entropy = lambda *_, **__: (None, {"log_probs": rows(new), "entropy": entropy})
     loss.get_values = lambda *_, **__: (None, {"values": rows(new)})
     # Megatron divides by the second value
-    total, divisor, _ = loss.loss_function(args, data, 1, new)
+    total, divisor, _ = loss.loss_function(args, data, 1, len(new), new)
     return total / divisor
 
 
