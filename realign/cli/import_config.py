@@ -138,11 +138,11 @@ def translate_source(tool: str, source: Source, kind: str = "") -> Imported:
             continue
         if name in fates:
             imported.fates[typed_as.get(name, name)] = fates[name]
-        elif value is None or _is_bookkeeping(rules, name, settings):
+        elif value in (None, "") or _is_bookkeeping(rules, name, settings):
             imported.fates[typed_as.get(name, name)] = "bookkeeping"
         else:
             waiting[typed_as.get(name, name)] = f"{name}={_text(value)}"
-    _add_waiting(waiting, own, rules["tool"], imported)
+    _add_waiting(waiting, own, rules, imported)
     first = {key: own[key] for key in ("experiment", "algorithm") if key in own}
     imported.overrides = [f"{key}={value}" for key, value in (first | own).items()]
     return imported
@@ -217,11 +217,13 @@ def _usual_values(own: Mapping[str, str]) -> Any:
     return usual
 
 
-def _add_waiting(waiting: Mapping[str, str], own: dict[str, str], tool: str, imported: Imported) -> None:
+def _add_waiting(waiting: Mapping[str, str], own: dict[str, str], rules: Mapping[str, Any], imported: Imported) -> None:
     """Add the overrides of settings that no rule names, as far as the command stays valid with them."""
-    extras = dict[str, dict[str, str]]()
+    extras, read = dict[str, dict[str, str]](), settings_of_rules(rules)
     base = [f"{key}={value}" for key, value in own.items()]
-    for name, found in translate_each(waiting, prepare(base), tool).items():
+    for name, found in translate_each(waiting, prepare(base), rules["tool"]).items():
+        if found == f"{name}: not known to realign" and waiting[name].partition("=")[0] in read:
+            found = []
         if isinstance(found, str):
             imported.by_hand.append(found)
         elif found:
@@ -282,7 +284,7 @@ def _chosen(tool: str, sources: Sequence[Source]) -> Source:
     """Return the program of a script that the rules know, or the last one."""
     patterns = [pattern for entry in _rules(tool)["recognize"] for pattern in entry.get("program", ())]
     known = [source for source in sources if any(fnmatch.fnmatch(source.program, pattern) for pattern in patterns)]
-    return [*known, *reversed(sources)][0]
+    return next((x for x in [*known, *reversed(sources)] if x.settings), sources[-1])
 
 
 def _recognized(rules: Mapping[str, Any], settings: Mapping[str, Any], source: Source) -> tuple[str, str]:
@@ -413,7 +415,7 @@ def _fill(text: str, settings: Mapping[str, Any], quoted: bool = True) -> str | 
         nonlocal missing
         formula = match[1].strip()
         value = evaluate(formula, settings)
-        missing |= value is None
+        missing |= value is None or value == ""
         return value if isinstance(value, str) and not quoted else _text(value)
 
     # {{ and }} are braces of the text itself, and must not look like a placeholder meanwhile.

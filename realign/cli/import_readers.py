@@ -15,6 +15,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -188,6 +189,7 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = MappingProxyType(
         "size": _size,
         "part": lambda text, mark, i: x[i] if len(x := str(text).split(mark)) > i else None,
         "text": str,
+        "options": lambda *words: " ".join(f"{x} {y}" for x, y in pairwise(words) if str(x)[:2] == "--" and y != ""),
         "starts": lambda text, start: str(text).startswith(start),
     }
 )
@@ -398,9 +400,11 @@ class _Shell:
 
     def commands_of(self, text: str) -> list[list[str]]:
         """Return the commands of a script with their words expanded."""
-        text = text.replace("\r\n", "\n")
+        text = text.replace("\r\n", "\n") + "\n\n"  # the last line may end in a backslash
         text = re.sub(r"^[ \t]*#.*\n", "", text, flags=re.MULTILINE)
-        document = re.compile(r"^.*?(?:read .*?(\w+)|cat)\s*<<-?\s*['\"]?(\w+)['\"]?.*\n([\s\S]*?)\n\s*\2\s*$", re.M)
+        document = re.compile(
+            r"^.*?(?:read .*?(\w+)|cat\b[^<\n]*)\s*<<-?\s*['\"]?(\w+)['\"]?.*\n([\s\S]*?)\n\s*\2\s*$", re.M
+        )
         text = document.sub(lambda m: f'{m[1]}="{m[3]}"' if m[1] else "", text).replace("\\\n", " ")
         words, word, array, end, position = list[str](), None, "", "", 0
         piece = re.compile(
@@ -408,7 +412,6 @@ class _Shell:
             r"""|\\(?P<escape>.)|(?P<redirect>\d*[<>]+&?\d*)|(?P<plain>[^\s'"\\$;&|()<>]+)""",
             re.DOTALL,
         )
-        text += "\n"
         while position < len(text):
             if text[position] == "$":
                 value, position = self._dollar(text, position)
