@@ -172,7 +172,7 @@ class RunRecords:
     @cached_property
     def evaluated(self) -> list[float]:
         """Values of `held_out`, that before training included."""
-        return self.values(self.held_out[0], self.history)
+        return _from_chance(self.held_out[0], self.values(self.held_out[0], self.history))
 
     @cached_property
     def goal(self) -> tuple[str, int]:
@@ -181,8 +181,9 @@ class RunRecords:
 
     def trains(self, sign: int = 1) -> bool:
         """Return whether the metric of training improved (1) or got worse (-1)."""
-        course = self.course(self.goal[0])
-        return course is not None and course.moved(sign * self.goal[1])
+        name, good = self.goal
+        course = course_of(_from_chance(name, self.values(name)))
+        return course is not None and course.moved(sign * good)
 
     def generalizes(self, sign: int = 1) -> bool:
         """Return whether the held-out metric improved (1) or got worse (-1)."""
@@ -234,8 +235,10 @@ class RunRecords:
     @cached_property
     def fails_alike(self) -> bool:
         """Whether all sampled responses have the same reward of 0 or less."""
-        best = max((*self.rewards, *self.values("reward")), default=1.0)
-        return bool(self.rewards) and best == min(self.rewards) <= 0 and self.silent
+        if not self.rewards or not self.silent or max(self.rewards) > min(self.rewards) or self.rewards[0] > 0:
+            return False
+        # a rare success among all responses of a step is no signal
+        return max(self.values("reward"), default=0.0) <= self.rewards[0] + 0.02
 
     @cached_property
     def right(self) -> list[Mapping[str, Any]]:
@@ -392,7 +395,7 @@ def truncated(run: RunRecords) -> Cause | None:
         return None  # it was led there by the reward
     texts = [sample for sample in run.samples if sample.get("response")]
     endless = [sample for sample in texts if _repeats(sample)]
-    early = fmean(run.values("truncated_fraction")[:3])
+    early = run.values("truncated_fraction")[0]
     # what comes later is a consequence
     sure = POSSIBLE if early < run.cut / 2 else CERTAIN if run.idle > 0.5 or run.cut > 0.9 else LIKELY
     values = {"share": run.cut, "limit": limit, "longer": 4 * limit}
@@ -503,7 +506,7 @@ def shuffled(run: RunRecords) -> Cause | None:
 def random_pairs(run: RunRecords) -> Cause | None:
     """Look for preferences at chance."""
     share = run.recent("rewards/accuracy", math.nan)
-    if not abs(share - 0.5) < 0.15 or run.trains() or run.learns or run.movement < 1e-5:
+    if not abs(share - 0.5) < 0.15 or run.trains() or max(run.evaluated, default=0.0) > 0.65 or run.movement < 1e-5:
         return None
     return _cause("random-pairs", LIKELY, f"accuracy {share:.0%} in the recent steps")
 
@@ -779,6 +782,11 @@ SYMPTOMS: tuple[Symptom, ...] = (
 
 _MARKER = re.compile(r"<\|?/?[A-Za-z_][^<>\s]*\|?>|\[/?INST\]|<<SYS>>")
 _DOUBLED = re.compile(r"(<\|?/?[A-Za-z_][^<>\s]*\|?>|\[/?INST\])(?:\s*(?:user|assistant|system))?\s*\1")
+
+
+def _from_chance(name: str, values: Sequence[float]) -> list[float]:
+    """Return the values of a metric, where a policy that prefers neither side counts as chance, and not as 0."""
+    return [max(x, 0.5) for x in values] if name.endswith("rewards/accuracy") else [*values]
 
 
 def _is_number(x: Any) -> TypeGuard[float]:
