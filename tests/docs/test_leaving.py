@@ -34,7 +34,7 @@ def test_the_page_takes_a_model_a_reward_model_and_data_elsewhere(tmp_path, monk
     for block in blocks(PAGE.read_text(encoding="utf-8")):
         if block.language == "bash":
             assert all(main(line.split()[1:]) == 0 for line in block.code.splitlines())
-        elif block.language == "python":
+        elif block.language == "py":
             exec(block.code, {})
     saved, exported = (AutoModelForCausalLM.from_pretrained(x) for x in ("runs/sft/final/actor", "my-model"))
     for name, weight in saved.state_dict().items():
