@@ -419,7 +419,8 @@ def _declared_calls(
 def _further(keys: Keys, given: Collection[str], rpcs: Iterable[RPC]) -> list[str]:
     """Return the keys that a method reads beyond the given ones, and a call or the dataset's row provides."""
     offered = {"row", *(key for rpc in rpcs for key in rpc.outputs)}
-    return [key for key in (*keys.needs, *sorted(keys.uses)) if key in offered and key not in given]
+    read = dict.fromkeys([*keys.needs, *sorted(keys.uses)])
+    return [key for key in read if key in offered and key not in given]
 
 
 def prompt_keys_of(interfaces: Mapping[str, ModelInterface], role: str) -> tuple[str, ...]:
