@@ -240,8 +240,8 @@ def test_dapo_asks_for_the_length_of_its_buffer():
 
 
 def test_a_misspelt_algorithm_is_told_with_the_nearest():
-    with pytest.raises(ConfigError, match=r"^unknown algorithm 'dappo'; did you mean 'dapo'\? \(valid: cispo, "):
-        compose(["experiment=grpo_arithmetic", "algorithm=dappo"])
+    with pytest.raises(ConfigError, match=r"^unknown algorithm 'dapoo'; did you mean 'dapo'\? \(valid: cispo, "):
+        compose(["experiment=grpo_arithmetic", "algorithm=dapoo"])
     with pytest.raises(ConfigError, match=r"^unknown key 'algoritm'; did you mean 'algorithm'\?"):
         compose(["experiment=grpo_arithmetic", "algoritm=dapo"])
 
