@@ -22,6 +22,7 @@ from realign.config.errors import ConfigError, join_messages
 from realign.config.experiment import ExperimentConfig, has_experiment
 from realign.config.files import GROUPS
 from realign.config.index import class_at
+from realign.config.keys import find_keys
 from realign.config.places import ROOTS
 from realign.config.trees import get
 from realign.config.words import TARGET, is_word
@@ -283,8 +284,9 @@ def _entries(name: str) -> tuple[tuple[str | None, Row], ...]:
         section = index().get(name.partition(".")[0], ())
         entries = tuple(entry for entry in section if entry[1].answer or entry[1].keys == ("evaluation",))
         path = name.split(".")
-        if not entries and len(path) == DEPTH_OF_FIELDS and path[0] in ("interfaces", "models"):
-            entries = index().get(path[-1], ())  # unless a component has such a field, see `_is_own`
+        of_field = index().get(path[-1], ()) if len(path) == DEPTH_OF_FIELDS else ()
+        if not entries and of_field and path[0] in ("interfaces", "models") and not find_keys(name):
+            entries = of_field  # unless a component has such a field, see `_is_own`
     elif not entries and name not in (*(own.name for own in fields(ExperimentConfig)), *GROUPS):
         ends = {full: ended for full, ended in index().items() if full.endswith(f".{name}")}
         entries = next(iter(ends.values()), ())

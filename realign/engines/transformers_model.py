@@ -474,9 +474,6 @@ class TransformersModel(Settings, ModelSpec):
         """
         self.check(name)
         adapter, device = self._find_adapter(name), pick_device(self.device)
-        optimizer = self.optimizer
-        if optimizer is not None and (by_size := self.rate_by_size(name)) is not None:
-            optimizer = replace(optimizer, lr=by_size[0])
         settings = self._settings(device)
         disable_tf32(device)
         if self.deterministic:
@@ -521,6 +518,9 @@ class TransformersModel(Settings, ModelSpec):
         if adapter is not None and self._continues:
             with readable(f"models.{name}.path={self.path!r}"):
                 load_adapters(module, adapter.path)
+        optimizer = self.optimizer
+        if optimizer is not None and (by_size := self.rate_by_size(name)) is not None:
+            optimizer = replace(optimizer, lr=by_size[0])
         engine = self.make_engine(
             name,
             module,

@@ -434,8 +434,9 @@ class PolicyInterface(ModelInterface):
     def state_dict(self) -> dict[str, Any]:
         """Return the coefficients of KL and entropy, and the running moments of the scores."""
         control = {} if self.objective_control is None else {"objective": self.objective_control.state_dict()}
+        control |= {"entropy": state} if (state := self.entropy_control.state_dict()) else {}
         kl_state, moments = self.kl_control.state_dict(), self.reward.state_of(self.reward_moments)
-        return {"kl_controller": kl_state, "entropy": self.entropy_control.state_dict(), "reward": moments, **control}
+        return {"kl_controller": kl_state, "reward": moments, **control}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned."""

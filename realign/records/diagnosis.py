@@ -552,9 +552,11 @@ def wrong_answers(run: RunRecords) -> Cause | None:
 def reward_exploited(run: RunRecords) -> Cause | None:
     """Look for a reward that rises while held-out data do not improve, and at what rises with it."""
     course, length = run.course("reward"), run.course("response_tokens")
-    if course is None or not run.trains() or run.generalizes():
+    if course is None or run.last < RECENT or not run.trains() or run.generalizes():
         return None
-    worse = run.generalizes(-1) or (len(run.evaluated) > 2 and run.evaluated[-1] <= 0.25 * run.evaluated[0])
+    # three evaluations of a few rows can fall by chance, but not to a quarter
+    fell = len(run.evaluated) > 3 and run.generalizes(-1)
+    worse = fell or (len(run.evaluated) > 2 and run.evaluated[-1] <= 0.25 * run.evaluated[0])
     facts = [f"reward {course}"]
     facts += [f"{run.held_out[0]} {run.evaluated[0]:.4g} to {run.evaluated[-1]:.4g}"] if run.evaluated else []
     parts = {name.split("/")[1]: c for name in run.names("rewards/.+/mean") if (c := run.course(name))}

@@ -146,6 +146,8 @@ def test_a_run_that_learns_is_accused_of_nothing():
 def test_few_steps_and_no_steps_are_not_judged():
     assert diagnose(RunRecords([{"step": 0}])).sentence == "The run has no complete step yet."
     assert "too few to judge" in diagnose(RunRecords(history()[:4], CONFIG)).sentence
+    rising = [{"step": step, "reward": 0.3 + 0.1 * step, "eval/reward": 0.375 - 0.03 * (step > 2)} for step in range(4)]
+    assert "too few to judge" in diagnose(RunRecords(rising, CONFIG)).sentence
 
 
 def test_an_evaluation_whose_answers_are_all_the_same_says_what_one_answer_earns():

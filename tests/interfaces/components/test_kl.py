@@ -219,7 +219,7 @@ def test_a_coefficient_of_0_needs_no_reference(settings):
     interface = PPOActorInterface(kl=KLPenalty(coef=0.0, **settings))
     assert not interface.kl.applied
     assert "ref_logprobs" not in interface.keys("train_step").needs
-    calls = rl_graph({"actor": interface, "reward": interface}).rpcs
+    calls = rl_graph({"actor": interface}).rpcs
     assert [rpc.model for rpc in calls] == ["actor", "reward", "actor"]
     place = settings["place"]
     assert interface.describe(4)["KL to reference"] == f"not applied, since kl.coef=0 (kl.place={place} is not read)"

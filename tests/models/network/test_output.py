@@ -114,7 +114,7 @@ def test_trap_a1_first_tokens_do_not_touch_other_sequences():
 
 
 def test_trap_b8_no_logits_are_kept_for_the_backward_pass():
-    engine = tiny_engine(optimizer=OptimizerSpec())
+    engine = tiny_engine(optimizer=OptimizerSpec(lr=1e-3))
     sample = random_sample([[40, 30], [50]])
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(tuple(x.shape)) or x, lambda x: x):

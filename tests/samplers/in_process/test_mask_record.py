@@ -90,7 +90,7 @@ def test_the_gradient_is_that_of_softmaxes_over_the_recorded_tokens():
     (weight_T * (logprobs_T + 0.3 * entropy_T)).sum().backward()
     for name, p in policy.module.named_parameters():
         torch.testing.assert_close(
-            gradients[name], p.grad, atol=1e-5, rtol=1e-3, msg=lambda text, n=name: f"{n}: {text}"
+            gradients[name], p.grad, atol=5e-5, rtol=1e-3, msg=lambda text, n=name: f"{n}: {text}"
         )
 
 
