@@ -125,7 +125,9 @@ def translate_source(tool: str, source: Source, kind: str = "") -> Imported:
     title = f"{rules['tool']} {rules['version']}: {_fill(chosen['title'], settings, quoted=False)} ({reason})"
     proof = {"peer": rules.get("peer", tool), "kinds": chosen.get("proof")}
     loss = {name: settings[name] for name in chosen.get("defaults", {})}
-    imported = Imported(title, [], loss, proof, by_hand=[f"{name}: {why}" for name, why in unread.items()])
+    imported = Imported(
+        title, [], loss, proof, by_hand=[*source.notes, *(f"{name}: {why}" for name, why in unread.items())]
+    )
     imported.fates = dict.fromkeys(unread, "by hand")
     unknown = {*_canonical(dict.fromkeys(unread), rules)}
     own, fates = _apply(parts, settings, {*canonical}, unknown, imported)

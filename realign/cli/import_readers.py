@@ -59,6 +59,8 @@ class Source(NamedTuple):
     """By names with dots."""
     program: str = ""
     """What it starts or configures: a module, a script with its path, a class, or the path of the file."""
+    notes: tuple[str, ...] = ()
+    """What the user has to do, and cannot see from the settings."""
 
 
 def read_sources(words: Sequence[str]) -> list[Source]:
@@ -75,7 +77,8 @@ def read_sources(words: Sequence[str]) -> list[Source]:
     typed = _of_command(words[1:] if file else words)
     if file is None:
         return [typed]
-    return [Source({**source.settings, **typed.settings}, source.program) for source in read_text(_text_of(file), file)]
+    read = read_text(_text_of(file), file)
+    return [source._replace(settings={**source.settings, **typed.settings}) for source in read]
 
 
 def read_text(text: str, path: str) -> list[Source]:
@@ -620,7 +623,9 @@ def _of_python(text: str, path: str) -> Source:
     except (SyntaxError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: the file cannot be read: {error}") from error
     names: dict[str, ast.expr] = {}
-    own = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    functions = [node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    trains = any(map(_makes_a_trainer, tree.body))
+    own = dict.fromkeys(functions, "reward.py" if trains else path)
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
             names[node.targets[0].id] = node.value
@@ -629,9 +634,9 @@ def _of_python(text: str, path: str) -> Source:
         called = ast.unparse(node.func).rpartition(".")[2] if isinstance(node, ast.Call) else ""
         if not isinstance(node, ast.Call) or not _OF_TRL.fullmatch(called):
             continue
-        given = {keyword.arg: _literal(keyword.value, names, own, path) for keyword in node.keywords if keyword.arg}
+        given = {keyword.arg: _literal(keyword.value, names, own) for keyword in node.keywords if keyword.arg}
         if called == "load_dataset":
-            given = _of_dataset([_literal(x, names, own, path) for x in node.args], given)
+            given = _of_dataset([_literal(x, names, own) for x in node.args], given)
         elif called == "LoraConfig":
             renamed = {"r": "lora_r", "target_modules": "lora_target_modules", "task_type": "lora_task_type"}
             given = {"use_peft": True, **{renamed.get(name, name): x for name, x in given.items()}}
@@ -647,19 +652,32 @@ def _of_python(text: str, path: str) -> Source:
             f"{path}: no config with literal values, such as GRPOConfig(beta=0.04). Give the command that starts the "
             "script"
         )
-    return Source(_flat_of(settings), program)
+    moved = [name for name in functions if f"reward.py:{name}" in str(settings.get("reward_funcs"))] if trains else []
+    why = f"realign imports the file of a reward, and importing {path} would start its training"
+    notes = (f"move {', '.join(moved)}, and what it needs, to a file reward.py: {why}",) if moved else ()
+    return Source(_flat_of(settings), program, notes)
 
 
-def _literal(node: ast.expr, names: Mapping[str, ast.expr], own: set[str], path: str, depth: int = 0) -> Any:
-    """Return the value of an expression: a literal, a name of one, or a function of the file as `FILE:NAME`."""
+def _makes_a_trainer(statement: ast.stmt) -> bool:
+    """Return whether a statement at the top of a script makes a trainer when the script is imported."""
+    if isinstance(statement, ast.FunctionDef | ast.ClassDef):
+        return False
+    if isinstance(statement, ast.If) and "__name__" in ast.unparse(statement.test):
+        return False
+    calls = [node for node in ast.walk(statement) if isinstance(node, ast.Call)]
+    return any(ast.unparse(call.func).endswith("Trainer") for call in calls)
+
+
+def _literal(node: ast.expr, names: Mapping[str, ast.expr], own: Mapping[str, str], depth: int = 0) -> Any:
+    """Return the value of an expression: a literal, a name of one, or one of the `own` functions as `FILE:NAME`."""
     if isinstance(node, ast.Name) and node.id in own:
-        return f"{path}:{node.id}"
+        return f"{own[node.id]}:{node.id}"
     if isinstance(node, ast.Name) and node.id in names and depth < 5:
-        return _literal(names[node.id], names, own, path, depth + 1)
+        return _literal(names[node.id], names, own, depth + 1)
     if isinstance(node, ast.Name):
         return node.id
     if isinstance(node, ast.List | ast.Tuple):
-        return [_literal(item, names, own, path, depth + 1) for item in node.elts]
+        return [_literal(item, names, own, depth + 1) for item in node.elts]
     try:
         return ast.literal_eval(node)
     except (ValueError, TypeError, RecursionError):

@@ -155,8 +155,16 @@ def test_a_python_script_as_far_as_it_is_literal():
     assert source.program == "GRPOConfig"
     assert source.settings["output_dir"].startswith("$(")
     expected = {"beta": 0.1, "num_generations": 4, "model_name_or_path": "org/m", "use_peft": True, "lora_r": 8}
-    expected |= {"reward_funcs": ["train.py:correct", "other"], "dataset_name": "org/data"}
+    expected |= {"reward_funcs": ["reward.py:correct", "other"], "dataset_name": "org/data"}
     assert expected.items() <= source.settings.items()
+    assert source.notes[0].startswith("move correct, and what it needs, to a file reward.py")
+
+
+def test_a_reward_of_a_script_that_trains_only_when_it_is_run_stays_where_it_is():
+    guarded = PYTHON.replace("trainer = ", 'if __name__ == "__main__":\n    trainer = ')
+    (source,) = read_text(guarded, "train.py")
+    assert source.settings["reward_funcs"] == ["train.py:correct", "other"]
+    assert source.notes == ()
 
 
 def test_a_script_without_a_literal_config_asks_for_the_command():
