@@ -71,6 +71,7 @@ def rl_experiments() -> tuple[str, ...]:
 # The reward of an experiment has no name, and some shape it or have none.
 UNNAMED = r"right needs key 'rewards/right'|advantage=gdpo: normalizes each named reward|needs its rewards"
 INHERENT |= {(experiment, "gdpo"): UNNAMED for experiment in rl_experiments()}
+INHERENT[("qwen_rlhf", "maxrl")] = r"reward\.center=true: makes rewards negative"
 PAIRS = [(experiment, preset) for experiment in rl_experiments() for preset in ALGORITHMS]
 
 
