@@ -856,7 +856,12 @@ def _collapsed(run: RunRecords) -> list[str]:
 
 
 def _rate(run: RunRecords) -> float:
-    return float(run.setting("models.actor.optimizer.lr", 0.0))
+    """Return the peak learning rate: the setting, or if the model's size decided it, what the records lead to."""
+    if (given := run.setting("models.actor.optimizer.lr")) is not None:
+        return float(given)
+    done = sum(run.values("optimizer_steps")) * run.last / max(1, len(run.steps))
+    warmup = run.setting("models.actor.optimizer.schedule.warmup", 0)
+    return max(run.values("lr"), default=0.0) * max(1.0, (warmup + 1) / max(1.0, done))  # grows linearly
 
 
 __all__ = ["Cause", "Diagnosis", "RunRecords", "Symptom", "diagnose", "diagnosis_lines", "diagnosis_of"]

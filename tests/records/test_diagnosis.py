@@ -150,6 +150,16 @@ def test_few_steps_and_no_steps_are_not_judged():
     assert "too few to judge" in diagnose(RunRecords(rising, CONFIG)).sentence
 
 
+def test_without_a_rate_in_the_config_advice_starts_from_the_recorded_one():
+    open_rate = config(models__actor__optimizer__lr=None)
+    (cause,) = diagnose(RunRecords(history(nonfinite_steps=1.0), open_rate)).causes
+    assert cause.settings == ("models.actor.optimizer.lr=0.0001",)
+    # 20 of 100 steps of the warm-up: the peak is five times the last rate
+    warming = config(models__actor__optimizer__lr=None, models__actor__optimizer__schedule={"warmup": 99})
+    (cause,) = diagnose(RunRecords(history(0.2, 0.2, FLAT, lr=(1e-5, 2e-4)), warming)).causes
+    assert cause.name == "warmup"
+
+
 def test_an_evaluation_whose_answers_are_all_the_same_says_what_one_answer_earns():
     """The figures are those of a real run, in which all 48 answers were equal."""
     records = history()
