@@ -14,5 +14,5 @@ def score(prompt: str, response: str, row: dict[str, Any]) -> float | None:
     """Score a response to `prompt`; `row` is the dataset row of the prompt."""
     if not response.isdecimal():
         return None  # no reward: the response is excluded from the loss and its group's statistics
-    distance = abs(int(response[::-1]) - int(row["answer"][::-1]))  # the task writes the units digit first
+    distance = abs(int(response) - int(row["answer"]))
     return 1.0 if distance == 0 else 0.5 if distance == 1 else 0.0

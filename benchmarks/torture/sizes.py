@@ -72,7 +72,7 @@ def write_rows(path: Path, rows: int, width: int) -> None:
     with path.open("w", encoding="utf-8") as file:
         for number in range(rows):
             a, b = chooser.randrange(10, 100), chooser.randrange(10, 100)
-            row = {"prompt": f"{a}+{b}=", "answer": str(a + b)[::-1], "number": number, "source": "x" * width}
+            row = {"prompt": f"{a}+{b}=", "answer": str(a + b), "number": number, "source": "x" * width}
             file.write(json.dumps(row) + "\n")
 
 

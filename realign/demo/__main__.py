@@ -15,7 +15,7 @@ from rich.table import Table
 
 from realign.api import Panel
 from realign.config import ConfigError, build_experiment, compose
-from realign.demo.arithmetic import prepare, readable
+from realign.demo.arithmetic import prepare
 from realign.demo.launch import Demo, keep_record, launch, median, remove_earlier
 from realign.demo.tiny import Task
 from realign.records.metrics.curves import draw_curves
@@ -52,9 +52,9 @@ def show(demo: Demo, console: Console, results: Results) -> dict[str, Any]:
     picture = draw_curves(phases, demo.output_dir / "curves.png", title=title, panels=PANELS)
     summary = summarize(demo, sft, grpo, seconds)
     console.print(report(summary, sft, grpo))
-    console.print("held-out answers, written as usual (the model and its samples have the units digit first):")
+    console.print("held-out answers:")
     for sample in _three_samples(grpo.samples):
-        shown, reward = readable(sample["prompt"], sample["response"]), sample["reward"]
+        shown, reward = sample["prompt"] + sample["response"], sample["reward"]
         reward = "none" if reward is None else f"{reward:g}"
         console.print(f"  {shown:<12} reward {reward}", markup=False, highlight=False)
     console.print(f"learning curves: {picture}", highlight=False)

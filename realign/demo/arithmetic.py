@@ -1,9 +1,7 @@
 """Task of the demo: two-digit addition for a tiny, randomly initialized Qwen2 with a character-level tokenizer.
 
-The model writes answers with the units digit first, the order of written addition: 28 is its answer 82 to 37+45=. Data
-files, samples and tokens contain answers in this order; `readable` turns them around. The SFT demonstrations have mixed
-quality: most of them omit the carry (37+45=72). So SFT teaches two ways of adding, and greedy answers tend to the more
-frequent, wrong one. Only the verifiable reward of the GRPO run favors the correct one.
+The SFT demonstrations have mixed quality: most of them omit the carry (37+45=72). So SFT teaches two ways of adding,
+and greedy answers tend to the more frequent, wrong one. Only the verifiable reward of the GRPO run favors the other.
 
 `prepare` writes a Hugging Face model folder and JSONL files, which every CLI command accepts. The same from the shell:
 
@@ -49,7 +47,7 @@ def prepare(
     worked = [(a, b, add_without_carry(a, b) if rng.random() < mistakes else a + b) for a, b in practice]
     tiny.write_rows(
         task.demonstrations,
-        [{"prompt": f"{a}+{b}=", "response": write_number(answer)} for a, b, answer in worked[:demonstrations]],
+        [{"prompt": f"{a}+{b}=", "response": str(answer)} for a, b, answer in worked[:demonstrations]],
     )
     tiny.save(task.model, tiny.build_model("qwen2", 2 + len(CHARACTERS), seed=seed), build_tokenizer())
     return task
@@ -66,17 +64,7 @@ def add_without_carry(a: int, b: int) -> int:
 
 
 def _problem(a: int, b: int) -> dict[str, Any]:
-    return {"prompt": f"{a}+{b}=", "answer": write_number(a + b)}
-
-
-def write_number(number: int) -> str:
-    """Return a number in the notation of the demo: units digit first, the order of written addition."""
-    return str(number)[::-1]
-
-
-def readable(prompt: str, response: str) -> str:
-    """Return problem and answer as people read them: `37+45=` and `28` give `37+45=82`."""
-    return prompt + (response[::-1] if response.isdecimal() else response)
+    return {"prompt": f"{a}+{b}=", "answer": str(a + b)}
 
 
 def build_tokenizer() -> Any:
@@ -91,4 +79,3 @@ if __name__ == "__main__":
     folder, seed = (sys.argv[1:] + ["runs/arithmetic", "0"][len(sys.argv) - 1 :])[:2]
     for name, path in vars(prepare(Path(folder), seed=int(seed))).items():
         print(f"{name}: {path}")
-    print(f"Answers are written with the units digit first: {write_number(82)} is the answer {82} to 37+45=.")

@@ -85,7 +85,7 @@ def test_a_run_resumes(overrides, tmp_path):
 
 @pytest.mark.parametrize(("experiment", "role"), [("dpo", "actor"), ("reward_model", "reward")])
 def test_pairs_train_on_the_device(experiment, role, task, tmp_path):
-    rows = [{"prompt": f"{a}+1=", "chosen": str(a + 1)[::-1], "rejected": "0"} for a in range(10, 18)]
+    rows = [{"prompt": f"{a}+1=", "chosen": str(a + 1), "rejected": "0"} for a in range(10, 18)]
     pairs = tmp_path / "pairs.jsonl"
     pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
     sizes = ["steps=2", "batch_prompts=4", "save_every_steps=null", f"output_dir={tmp_path / 'run'}"]
