@@ -8,7 +8,8 @@ Every component and interface is a dataclass that inherits from `Settings`. Rang
         dual: Annotated[float, Range(gt=1)] | None = None
 
 `Clip(low=3)` raises `SettingsError`. An enum field accepts a member or its name. `None` is valid only where the
-annotation allows it. pydantic validates the values, so its own metadata may stand beside `Range`, such as
+annotation allows it. The items of a list, tuple or mapping are values with an annotation, too: `list[Count]`. pydantic
+validates the values, so its own metadata may stand beside `Range`, such as
 `Annotated[str, StringConstraints(pattern="[a-z]+")]`. It is imported with the first value that is validated: processes
 that only import settings do not wait for it.
 """
@@ -16,9 +17,10 @@ that only import settings do not wait for it.
 from __future__ import annotations
 
 import math
+import operator
 import types
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from enum import Enum, StrEnum
 from functools import cache, partial
@@ -218,9 +220,13 @@ def check_value(name: str, value: Any, annotation: Any) -> Any:
         annotation: annotation of the field, with its extras.
 
     Raises:
-        SettingsError: a number is outside its range, or a text is not the name of a member.
+        SettingsError: a number is outside its range, or a text is not the name of a member. An item of a list or
+            mapping is named `name[i]` or `name.key`.
     """
     members = members_of(annotation)
+    for member in members:
+        if (checked := _check_items(name, value, member.type)) is not value:
+            return checked
     null = Member(type(None)) in members
     if not any(map(_is_checked, members)) or (value is None and null):
         return value
@@ -249,6 +255,30 @@ def check_value(name: str, value: Any, annotation: Any) -> Any:
     # Messages about the value, such as multiple_of, say more than those about a type, such as int_type.
     of_values = (mistake["msg"] for mistake in mistakes if not mistake["type"].endswith("_type"))
     raise SettingsError(f"{name}={value!r}: {next(of_values, f'must be {_valid(members)}')}{or_null}")
+
+
+def _check_items(name: str, value: Any, kind: Any) -> Any:
+    """Validate the items of a list, tuple or mapping, and return it, or a changed copy of it.
+
+    Args:
+        name: name of the field, for messages.
+        value: value of the field.
+        kind: one member of its annotation, such as `list[Count]`. A value of another type is returned.
+    """
+    origin, arguments = get_origin(kind), get_args(kind)
+    if not isinstance(origin, type) or not arguments:
+        return value
+    if issubclass(origin, Mapping) and isinstance(value, Mapping):
+        checked: Any = {key: check_value(f"{name}.{key}", item, arguments[1]) for key, item in value.items()}
+        return checked if any(checked[key] is not item for key, item in value.items()) else value
+    if issubclass(origin, Sequence) and isinstance(value, list | tuple):
+        fixed = origin is tuple and arguments[-1] is not Ellipsis
+        if fixed and len(value) != len(arguments):
+            raise SettingsError(f"{name}={list(value)}: must have {len(arguments)} values")
+        kinds = arguments if fixed else arguments[:1] * len(value)
+        checked = [check_value(f"{name}[{i}]", *pair) for i, pair in enumerate(zip(value, kinds, strict=True))]
+        return type(value)(checked) if any(map(operator.is_not, checked, value)) else value
+    return value
 
 
 def choices_of(kind: type[Enum]) -> dict[str, Enum]:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+import itertools
 import math
 import pkgutil
+import re
+from collections.abc import Mapping
 from enum import Enum
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import pytest
 from pydantic import Field, StringConstraints
@@ -16,10 +19,10 @@ from pydantic import Field, StringConstraints
 import realign
 from realign.config import ExperimentConfig
 from realign.data import PromptData
-from realign.engines import TransformersModel
+from realign.engines import OptimizerSpec, TransformersModel
 from realign.errors import RealignError, SettingsError
 from realign.interfaces.environment import EnvironmentInterface
-from realign.settings import Count, Fraction, Range, Settings, check_value, choices_of, members_of
+from realign.settings import Auto, Count, Fraction, Range, Settings, check_value, choices_of, members_of
 
 
 def settings_classes() -> list[type[Settings]]:
@@ -54,6 +57,12 @@ def enums_of(annotation: Any) -> list[type[Enum]]:
 def ranges_of(annotation: Any) -> list[Range]:
     """Return the ranges of the value itself; those of the items of a list or mapping are no part of it."""
     return [extra for member in members_of(annotation) for extra in member.extras if isinstance(extra, Range)]
+
+
+def items_of(annotation: Any) -> list[tuple[type, Any]]:
+    """Return each list or mapping whose items have a range, with the annotation of an item."""
+    kinds = [(get_origin(member.type), get_args(member.type)) for member in members_of(annotation)]
+    return [(origin, inside[-1]) for origin, inside in kinds if origin and inside and ranges_of(inside[-1])]
 
 
 def label(value: Any) -> str:
@@ -120,6 +129,29 @@ def test_every_range_refuses_what_is_outside_and_names_the_field(cls, name, anno
             given = int(value) if whole else value
             with pytest.raises(SettingsError, match=rf"^{name}={given!r}: must be "):
                 made(cls, name, given)
+
+
+@pytest.mark.parametrize(("cls", "name", "annotation"), [f for f in FIELDS if items_of(f[2])], ids=label)
+def test_every_range_of_an_item_refuses_what_is_outside_and_names_the_item(cls, name, annotation):
+    for (origin, inside), item in itertools.product(items_of(annotation), (0, 1)):
+        place = f".{item}" if issubclass(origin, Mapping) else f"[{item}]"
+        for limits in ranges_of(inside):
+            valid = next(x for x in (0, 1, 0.5) if x in limits)
+            for value in outside(limits):
+                values = [value if i == item else valid for i in range(2)]
+                given = {str(i): x for i, x in enumerate(values)} if issubclass(origin, Mapping) else values
+                with pytest.raises(SettingsError, match=rf"^{name}{re.escape(place)}={value!r}: must be "):
+                    made(cls, name, given)
+
+
+def test_items_are_found_in_nested_lists_and_their_enums_are_read():
+    nested = dict[str, list[Count]] | None
+    assert check_value("n", {"a": [1, 2]}, nested) == {"a": [1, 2]}
+    with pytest.raises(SettingsError, match=r"^n\.a\[1\]=0: must be at least 1$"):
+        check_value("n", {"a": [1, 0]}, nested)
+    assert check_value("n", ["auto"], list[Auto]) == [Auto.auto]
+    with pytest.raises(SettingsError, match=r"^betas=\[0\.9\]: must have 2 values$"):
+        OptimizerSpec(betas=(0.9,))
 
 
 def test_none_passes_only_if_the_annotation_allows_it():

@@ -45,7 +45,7 @@ class GenerationConfig(Settings):
     min_p: Annotated[float, Range(ge=0, le=1)] = 0.0
     greedy: bool = False
     fixed_length: bool = False
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: list[NonNegativeInt] | None = None
     stop_strings: list[str] = field(default_factory=list)
     router_replay: bool = False
     sampling_replay: bool = False
@@ -57,8 +57,6 @@ class GenerationConfig(Settings):
             raise SettingsError(
                 f"min_new_tokens={self.min_new_tokens}: must be at most max_new_tokens={self.max_new_tokens}"
             )
-        if min(self.stop_token_ids or [0]) < 0:
-            raise SettingsError(f"stop_token_ids={self.stop_token_ids}: token ids must be at least 0")
         if "" in self.stop_strings:
             raise SettingsError("stop_strings: contains an empty string, which would end every response at once")
         if self.sampling_replay and not self._truncates:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import glob
-import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,7 +31,7 @@ from realign.data.files import (
 from realign.data.hub import choose_split, hub_files, is_hub_name, splits_of_folder
 from realign.data.order import Ramp, epoch_order
 from realign.errors import DataError, SettingsError
-from realign.settings import Count, NonNegative, NonNegativeInt, Settings
+from realign.settings import Count, NonNegative, NonNegativeInt, Positive, Settings
 
 _PATTERN = re.compile(r"[*?[]")
 _URL = re.compile(r"[A-Za-z][\w+.-]*://((huggingface\.co/)?datasets/(?P<name>[\w.-]+/[\w.-]+))?")
@@ -336,15 +335,13 @@ class Split(Settings):
 
     part: NonNegativeInt = 0
     """Index of the part, from 0."""
-    weights: list[float] = field(default_factory=lambda: [2, 4, 4])
+    weights: list[Positive] = field(default_factory=lambda: [2, 4, 4])
     """Relative sizes of the parts."""
     seed: int = 0
     """Seed of the assignment. It is independent of the seed of the run, so all runs use the same parts."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.weights or not all(weight > 0 and math.isfinite(weight) for weight in self.weights):
-            raise SettingsError(f"weights={self.weights}: must be a list of positive, finite numbers")
         if self.part >= len(self.weights):
             raise SettingsError(f"part={self.part}: must be below the number of weights ({len(self.weights)})")
 

@@ -51,7 +51,7 @@ from realign.functional.packed import at_least_fp32, check_shapes
 from realign.interfaces.components.pairs import Pairs, check_pairs, has_answer, pairs_of, train_on_groups
 from realign.interfaces.components.response_cut import ResponseCut, cut_responses, reward_keys
 from realign.interfaces.components.truncation import end_tokens
-from realign.settings import Count, NonNegative, Positive
+from realign.settings import Count, NonNegative, NonNegativeInt, Positive
 
 
 class RewardLoss(StrEnum):
@@ -221,7 +221,7 @@ class RewardModelInterface(ModelInterface):
     """Token at which the score is read: last, or before_end, the token before the end token (the last token if a
     sequence doesn't end with one). Use the same value for the training of a reward model and for the rewards that it
     computes."""
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: list[NonNegativeInt] | None = None
     """End tokens of score_at=before_end; null: those of the model and its tokenizer. If the sampler has other ones, set
     this to ${interfaces.actor.generation.stop_token_ids}."""
     clip: Positive | None = None

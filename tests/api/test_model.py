@@ -21,7 +21,7 @@ from realign.api.interface import METHODS, implements
             {"temperature": 0.0},
             r"temperature=0(\.0)?: must be at least 0.01 and finite",
         ),
-        ({"stop_token_ids": [2, -1]}, r"stop_token_ids=\[2, -1\]: token ids must be at least 0"),
+        ({"stop_token_ids": [2, -1]}, r"stop_token_ids\[1\]=-1: must be at least 0"),
         ({"stop_strings": ["x", ""]}, "stop_strings: contains an empty string"),
     ],
 )

@@ -404,7 +404,7 @@ def test_the_split_of_deepspeed_chat():
 
 
 def test_what_cannot_be_split_is_refused():
-    with pytest.raises(SettingsError, match=r"weights=\[1, 0\]: must be a list of positive, finite numbers"):
+    with pytest.raises(SettingsError, match=r"weights\[1\]=0: must be above 0 and finite"):
         Split(0, [1, 0])
     with pytest.raises(SettingsError, match=r"part=3: must be below the number of weights \(3\)"):
         Split(3)

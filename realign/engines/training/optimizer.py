@@ -15,6 +15,7 @@ from typing_extensions import override
 from realign.errors import SettingsError
 from realign.settings import AcceptsForeign, Count, Fraction, NonNegative, NonNegativeInt, Positive, Range, Settings
 
+Decay = Annotated[float, Range(ge=0, lt=1)]
 _RATES = ((50e6, 1e-4), (0.6e9, 1e-5), (4e9, 2e-6), (math.inf, 1e-6))
 """Number of weights, and the learning rate of a policy with up to so many."""
 
@@ -81,7 +82,7 @@ class OptimizerSpec(Settings, AcceptsForeign):
     stand_in: ClassVar[str] = "realign.engines.training.torch_optimizer.TorchOptimizer"
 
     lr: NonNegative | None = None
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Decay, Decay] = (0.9, 0.999)
     eps: Positive = 1e-8
     weight_decay: NonNegative = 0.0
     eps_hat: bool = False
@@ -89,11 +90,6 @@ class OptimizerSpec(Settings, AcceptsForeign):
     schedule: Schedule = field(default_factory=Schedule)
     ema_decay: Annotated[float, Range(gt=0, lt=1)] | None = None
     max_nonfinite_in_a_row: Count = 5
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            raise SettingsError(f"betas={list(self.betas)}: must be two numbers of at least 0 and below 1")
 
     @classmethod
     @override

@@ -49,7 +49,7 @@ class Cut(NamedTuple):
 class ResponseCut(Settings):
     """Cut a response after its first end token; the end token remains."""
 
-    token_ids: list[int] = field(default_factory=list)
+    token_ids: list[NonNegativeInt] = field(default_factory=list)
     """Ids of the end tokens."""
     texts: list[str] = field(default_factory=list)
     """Texts of further end tokens; each must be exactly one token of the tokenizer."""
@@ -62,8 +62,6 @@ class ResponseCut(Settings):
         super().__post_init__()
         if not self.token_ids and not self.texts:
             raise SettingsError("token_ids=[]: token_ids and texts are both empty. Set at least one end token")
-        if min(self.token_ids, default=0) < 0:
-            raise SettingsError(f"token_ids={self.token_ids}: token ids must be at least 0")
         if "" in self.texts:
             raise SettingsError(f"texts={self.texts}: texts must not be empty")
 

@@ -19,7 +19,7 @@ from realign.runtime.evaluation.scores import (
     group_values,
     named_metrics,
 )
-from realign.settings import Finite
+from realign.settings import Count, Finite
 
 
 @dataclass
@@ -29,7 +29,7 @@ class EpisodeEvaluation(SamplingEvaluator):
     episodes: ModelInterface = field(kw_only=True)
     """Interface that samples and scores episodes, such as `EnvironmentInterface`. Any sampling settings are allowed,
     because the samples are not trained on."""
-    pass_at: list[int] = field(default_factory=list)
+    pass_at: list[Count] = field(default_factory=list)
     """Values of k for `eval/pass@k`, the probability that one of k episodes succeeds. Each needs at least k episodes
     per row."""
     success: Finite = 1.0

@@ -28,7 +28,7 @@ from realign.runtime.evaluation.scores import (
     group_values,
     named_metrics,
 )
-from realign.settings import Finite
+from realign.settings import Count, Finite
 
 
 @dataclass
@@ -48,7 +48,7 @@ class Evaluation(SamplingEvaluator):
     sweep: dict[str, list[Any]] = field(default_factory=dict)
     """One field of `generation` with additional values to evaluate, such as `{max_new_tokens: [16, 64]}`. The metric
     names contain the value: `eval/reward@max_new_tokens=16`."""
-    pass_at: list[int] = field(default_factory=list)
+    pass_at: list[Count] = field(default_factory=list)
     """Values of k for `eval/pass@k`, the probability that one of k responses is correct. Each needs `generation.n` of
     at least k."""
     success: Finite = 1.0

@@ -208,11 +208,9 @@ def check_pass_at(pass_at: Iterable[int], n: int, setting: str) -> None:
     """Check the values of k for pass@k with `n` responses to a prompt, which `setting` determines.
 
     Raises:
-        SettingsError: a k is below 1 or above `n`.
+        SettingsError: a k is above `n`.
     """
     for k in pass_at:
-        if k < 1:
-            raise SettingsError(f"pass_at=[{k}]: k must be at least 1")
         if k > n:
             raise SettingsError(f"pass_at=[{k}]: needs at least {k} responses per prompt. Set {setting}={k}")
 

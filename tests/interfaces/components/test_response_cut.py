@@ -85,8 +85,8 @@ def test_marks_may_be_given_as_text_of_one_token_each():
     ("setting", "message"),
     [
         ({}, "both empty"),
-        ({"token_ids": [-1]}, r"token_ids=\[-1\]: token ids must be at least 0"),
-        ({"token_ids": [5, -1]}, r"token_ids=\[5, -1\]: token ids must be at least 0"),
+        ({"token_ids": [-1]}, r"token_ids\[0\]=-1: must be at least 0"),
+        ({"token_ids": [5, -1]}, r"token_ids\[1\]=-1: must be at least 0"),
         ({"texts": [""]}, r"texts=\[''\]: texts must not be empty"),
         ({"token_ids": [1], "after": -1}, r"after=-1: must be at least 0"),
         ({"token_ids": [1], "penalty": float("nan")}, r"penalty=nan: must be finite, or null"),

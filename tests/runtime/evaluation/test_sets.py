@@ -148,7 +148,7 @@ def test_pass_at_k_and_mean_at_n_are_those_of_the_samples(tmp_path, of):
     ("settings", "message"),
     [
         ({"pass_at": [8]}, r"pass_at=\[8\]: needs at least 8 responses per prompt. Set generation.n=8"),
-        ({"pass_at": [0]}, r"pass_at=\[0\]: k must be at least 1"),
+        ({"pass_at": [0]}, r"pass_at\[0\]=0: must be at least 1"),
         ({"success": 0.5}, r"success=0\.5: has no effect with pass_at=\[\]"),
         ({"success_of": "threes"}, r"success_of=threes: has no effect"),
         ({"pass_at": [4], "sweep": {"n": [2]}}, r"pass_at=\[4\]: needs at least 4"),
