@@ -561,9 +561,9 @@ def dppo_loss(
     It has no loss if A > 0, p > q and D > high, or if A < 0, p < q and D > low. D is |p - q| (tv), or
     q log(q / p) + (1 - q) log((1 - q) / (1 - p)) (kl).
 
-    SkyRL has the same loss and TRL the same mask; verl the same
-    gradient with a loss of -r A logprobs, whose ratio it bounds (`clip_ratio_c`). prime-rl drops tokens on both sides,
-    whatever the sign of A.
+    SkyRL has the same loss, prime-rl the same mask, and verl the same gradient with a loss of -r A logprobs, whose
+    ratio it bounds (`clip_ratio_c`). Eq. 15 and 16, over the k most likely tokens of the sampler, are not available:
+    they need k log-probs per token, and section G.2 finds no benefit.
     """
     _check_range(low, high, lowest=math.inf)
     log_ratio_T, clamped_T = log_ratio(logprobs_T, old_logprobs_T, mask_T)
