@@ -1,8 +1,9 @@
 """Compare the rules of `realign import` with the newest releases of the tools: `python scripts/names_of_tools.py`.
 
 Takes the wheels of TRL, verl, OpenRLHF and AReaL without what they depend on, and reads their config classes, options
-and generated YAML as text. Fails with a line for each name that realign neither translates nor answers, and for each
-default that is no longer the one of `realign/config/imports`.
+and generated YAML as text. TRL inherits the `TrainingArguments` of transformers, whose wheel is read, too. Fails with a
+line for each name that realign neither translates nor answers, and for each default that is no longer the one of
+`realign/config/imports`.
 """
 
 from __future__ import annotations
@@ -25,6 +26,10 @@ from realign.config.aliases import describe, read_own_yaml
 
 _PARTS = {"trl": ("grpo", "rloo", "dpo", "kto", "sft", "reward"), "openrlhf": ("ppo_ray", "sft", "dpo", "rm")}
 """Config classes of TRL, and programs of OpenRLHF."""
+_BASES = {"trl/trainer/model_config.py": "ModelConfig", "transformers/training_args.py": "TrainingArguments"}
+"""Further classes of TRL's command lines."""
+_WHEELS = {"trl": ("trl", "transformers")}
+"""Wheels of a tool, if it has the settings of another package."""
 _UNKNOWN = object()
 """A default that only a run knows."""
 
@@ -38,8 +43,9 @@ def names_of(tool: str, folder: Path) -> Iterator[tuple[str, Any]]:
         for kind in _PARTS[tool]:
             (path,) = folder.rglob(f"trainer/{kind}_config.py")
             yield from ((f"{kind}:{name}", default) for name, default, _ in _fields(path)[f"{_title(kind)}Config"])
-        (path,) = folder.rglob("trainer/model_config.py")
-        yield from ((name, default) for name, default, _ in _fields(path)["ModelConfig"])
+        for file, name in _BASES.items():
+            (path,) = folder.rglob(file)
+            yield from ((field, default) for field, default, _ in _fields(path)[name])
     elif tool == "openrlhf":
         for kind in _PARTS[tool]:
             (path,) = folder.rglob(f"cli/train_{kind}.py")
@@ -150,12 +156,14 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as temporary:
         wheels = arguments.wheels or Path(temporary) / "wheels"
         for tool in sorted(path.stem for path in RULES.glob("*.yaml")):
+            names = _WHEELS.get(tool, (tool,))
             if not arguments.wheels:
-                command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(wheels), tool]
-                subprocess.run(command, check=True)
-            (wheel,) = wheels.glob(f"{tool}-*.whl")
-            with zipfile.ZipFile(wheel) as archive:
-                archive.extractall(Path(temporary) / tool)
+                command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(wheels)]
+                subprocess.run([*command, *names], check=True)
+            for name in names:
+                (wheel,) = wheels.glob(f"{name}-*.whl")
+                with zipfile.ZipFile(wheel) as archive:
+                    archive.extractall(Path(temporary) / tool)
             found = problems_of(tool, Path(temporary) / tool)
             print(f"{wheel.name}: {len(found)} to look at")
             lines += found

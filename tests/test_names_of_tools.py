@@ -23,6 +23,23 @@ parser.add_argument("--train.novelty", action="store_true")
 """
 
 
+BASES = {
+    "trl/trainer/model_config.py": "class ModelConfig:\n    lora_r: int = 16\n",
+    "transformers/training_args.py": "class TrainingArguments:\n    seed: int = 42\n    novelty: bool = False\n",
+}
+
+
+def test_trl_has_the_arguments_of_transformers(tmp_path):
+    kinds = ("GRPO", "RLOO", "DPO", "KTO", "SFT", "Reward")
+    texts = {f"trl/trainer/{kind.lower()}_config.py": f"class {kind}Config:\n    beta: float = 0.1\n" for kind in kinds}
+    for name, text in (texts | BASES).items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert [line for line in problems_of("trl", tmp_path) if "know" in line] == [
+        "TRL: realign import doesn't know novelty"
+    ]
+
+
 def test_a_new_name_and_a_changed_default_are_named(tmp_path):
     (tmp_path / "_generated_ppo_trainer.yaml").write_text(VERL)
     assert problems_of("verl", tmp_path) == [

@@ -118,9 +118,10 @@ def translate_source(tool: str, source: Source, kind: str = "") -> Imported:
     chosen = rules["kinds"][kind]
     parts = [*(rules["parts"][part] for part in chosen.get("parts", ())), chosen]
     defaults = {name: value for part in parts for name, value in part.get("defaults", {}).items()}
+    unknown = {*_canonical(dict.fromkeys(unread), rules)}
     settings = {**defaults, **_of_sections(parts, canonical), **canonical}
     for name, formula in ((name, x) for part in parts for name, x in part.get("let", {}).items()):
-        if (value := evaluate(str(formula), settings)) is not None:
+        if (value := evaluate(str(formula), settings | dict.fromkeys(unknown))) is not None:
             settings[name] = value
     title = f"{rules['tool']} {rules['version']}: {_fill(chosen['title'], settings, quoted=False)} ({reason})"
     proof = {"peer": rules.get("peer", tool), "kinds": chosen.get("proof")}
@@ -129,7 +130,6 @@ def translate_source(tool: str, source: Source, kind: str = "") -> Imported:
         title, [], loss, proof, by_hand=[*source.notes, *(f"{name}: {why}" for name, why in unread.items())]
     )
     imported.fates = dict.fromkeys(unread, "by hand")
-    unknown = {*_canonical(dict.fromkeys(unread), rules)}
     own, fates = _apply(parts, settings, {*canonical}, unknown, imported)
     own |= {key: value for key, value in _pairs(chosen.get("missing", ())) if key not in own}
     aliases = _aliases(source.settings, rules)
@@ -175,13 +175,14 @@ def _apply(
             raise ConfigError(plain(_fill(rule["reject"], settings, quoted=False) or rule["reject"]))
         conditions = {*rule.get("when", {}), *rule.get("unless", {})}
         names = set[str]()
+        taken = {name for name in given if any(fnmatch.fnmatch(name, x) for x in rule.get("takes", ()))}
         if rule.get("together") and any(_names(word, formulas) & unknown for word in rule["set"]):
             continue
         for word in rule.get("set", ()):
             in_word = _names(word, formulas)
             if in_word & unknown or (filled := _fill(word, settings)) is None:
                 continue  # what the config doesn't have
-            names |= in_word
+            names |= in_word | taken
             key, _, value = filled.partition("=")
             own[key] = value
             if (in_word | conditions) and not (in_word | _deep(conditions, formulas)) & given:
@@ -190,7 +191,7 @@ def _apply(
         for fate, found, kind in lines:
             if kind in rule:
                 found.append(plain(_fill(rule[kind], settings, quoted=False) or rule[kind]))
-                named = {*conditions, *_names(rule[kind], {})} & given
+                named = {*conditions, *taken, *_names(rule[kind], {})} & given
                 fates = dict.fromkeys(named, fate) | fates if fate == "by hand" else fates | dict.fromkeys(named, fate)
         if names or (rule.get("set") and not {"refuse", "hand"} & {*rule}):
             for name in names | _deep(conditions, formulas):

@@ -278,11 +278,13 @@ def _flat(values: Mapping[Any, Any], path: str, prefix: str = "") -> Iterator[tu
 
 
 def with_numbers(value: Any) -> Any:
-    """Return a value with numbers for texts such as `1e-6`, which YAML 1.1 reads as texts."""
+    """Return a value with numbers for texts such as `1e-6`, which YAML 1.1 reads as texts, and null for `"null"`."""
     if isinstance(value, list):
         return [with_numbers(x) for x in value]
     if isinstance(value, dict):
         return {key: with_numbers(x) for key, x in value.items()}
+    if value == "null":
+        return None
     return float(value) if isinstance(value, str) and re.fullmatch(r"[+-]?\d+(\.\d*)?e[+-]?\d+", value) else value
 
 
@@ -691,7 +693,9 @@ def _of_dataset(positional: Sequence[Any], given: Mapping[str, Any]) -> dict[str
     if files is not None and path in ("json", "csv", "parquet"):
         path = files
     found = {"dataset_name": path or given.get("path"), "dataset_config": subset or given.get("name")}
-    found["dataset_train_split"] = given.get("split")
+    splits = given.get("split")
+    names = ("dataset_train_split", "dataset_test_split")
+    found |= dict(zip(names, splits if isinstance(splits, list) else [splits], strict=False))
     return {name: value for name, value in found.items() if value is not None}
 
 
