@@ -23,6 +23,9 @@ hypothesis.settings.load_profile("fast")
 if not {"tests.virtual_cuda.plugin", "tests.virtual_cuda.real"} & sys.modules.keys():
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
+# Before huggingface_hub is imported: asking the hub for a model that isn't here takes 24 s without network.
+os.environ["HF_HUB_OFFLINE"] = "1"
+
 INSTALL = {"bwrap is not installed": "bubblewrap", "no C++ compiler is installed": "g++"}
 """Part of the reason of a skip, and the Debian package that the test needs."""
 

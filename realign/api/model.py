@@ -251,7 +251,10 @@ class ModelSpec(ABC):
         raise ValueError(f"{type(self).__name__} has no choice of {choice}")
 
     def rate_by_size(self, name: str) -> tuple[float, int] | None:
-        """Return the learning rate that the size of the model decides, and its number of weights; None if set."""
+        """Return the learning rate that the size of the model decides, and its number of weights.
+
+        None if the rate is set, or if the size isn't known yet: a model of the hub that is still to be downloaded.
+        """
         return None
 
     def describe_ranks(self, name: str, ranks: int) -> str | None:

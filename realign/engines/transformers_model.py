@@ -23,7 +23,14 @@ from realign.errors import ConfigError, SettingsError
 from realign.models.device import DType, disable_tf32, pick_device, products_dtype, use_deterministic_algorithms
 from realign.models.files.adapters import AdapterFolder, AdapterStart, check_continues, find_adapter, is_adapter
 from realign.models.files.folders import read_states
-from realign.models.files.model_folder import check_hub, check_path, hash_of_folders, readable, weight_names
+from realign.models.files.model_folder import (
+    check_hub,
+    check_path,
+    config_folder,
+    hash_of_folders,
+    readable,
+    weight_names,
+)
 from realign.models.files.tokenizers import align_end_tokens, check_inherited, check_source, has_tokenizer, read_source
 from realign.models.files.unread import has_unread
 from realign.models.module_reader import (
@@ -177,7 +184,7 @@ class TransformersModel(Settings, ModelSpec):
         """Return the formula of the memory of the role `name` on each of several ranks; see `memory`."""
         from realign.engines.memory import MemoryModel
 
-        shape = self._shape(name)
+        shape = self._shape(name, self._base_path(name))
         value_head = self._value_head
         settings = self._settings(device).restrict(load_balancing=self.load_balancing is not None)
         # As in the engine: passes run one after another on several ranks, and with a value head that has layers (ADR
@@ -204,11 +211,10 @@ class TransformersModel(Settings, ModelSpec):
             expert=self.sharding.expert if ranks > 1 else 1,
         )
 
-    def _shape(self, name: str) -> ModelShape:
-        """Read the sizes of the model of the role `name` from its config; ConfigError if that cannot be read."""
+    def _shape(self, name: str, path: str) -> ModelShape:
+        """Read the sizes of the model of the role `name` from the config in `path`; ConfigError if it is unreadable."""
         from realign.models.model_shape import read_shape
 
-        path = self._base_path(name)
         with readable(f"models.{name}: cannot read the config in {path!r}"):
             return read_shape(
                 path,
@@ -222,7 +228,10 @@ class TransformersModel(Settings, ModelSpec):
     def rate_by_size(self, name: str) -> tuple[float, int] | None:
         if self.optimizer is None or self.optimizer.lr is not None:
             return None
-        weights = self._shape(name).parameters
+        # A launch table asks before the model is downloaded. It shall not wait for the hub, least of all without network.
+        if (folder := config_folder(self._base_path(name))) is None:
+            return None
+        weights = self._shape(name, str(folder)).parameters
         return usual_rate(weights, adapters=isinstance(self.trains, Lora), critic=isinstance(self.head, Value)), weights
 
     def divisions(self, name: str, *, replays: bool) -> Divisions:

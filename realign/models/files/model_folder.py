@@ -339,16 +339,21 @@ def hash_of_folders(paths: Sequence[str]) -> str | None:
     return digest.hexdigest()
 
 
-def _local_folder(path: str) -> Path | None:
-    """Return the folder of a model; None for a model of the hub of which weights are not on this machine yet."""
+def config_folder(path: str) -> Path | None:
+    """Return the folder with the config of a model; None for a model of the hub that is not on this machine yet."""
     from huggingface_hub import try_to_load_from_cache
 
     if (folder := Path(path).expanduser()).is_dir():
         return folder
     config = try_to_load_from_cache(path, "config.json")
-    if not isinstance(config, str):
-        return None
-    folder = Path(config).parent
+    return Path(config).parent if isinstance(config, str) else None
+
+
+def _local_folder(path: str) -> Path | None:
+    """Return the folder of a model; None for a model of the hub of which weights are not on this machine yet."""
+    folder = config_folder(path)
+    if folder is None or Path(path).expanduser().is_dir():
+        return folder
     # The memory estimate downloads the config alone, and models with equal configs have different weights.
     index = folder / "model.safetensors.index.json"
     if index.is_file():
