@@ -223,21 +223,10 @@ def test_trap_g7_an_algorithm_means_the_same_wherever_it_stands_and_yields_to_ov
     assert list_algorithms()[name], "the first comment line of an algorithm says what it is"
 
 
-def test_an_actor_that_reads_values_only_if_they_are_there_takes_the_place_of_one_that_needs_them():
-    given = ["models.actor.path=m", "data.path=d", "interfaces.reward.function=realign.rewards.arithmetic:exact_answer"]
-    made = build_experiment(compose(["experiment=areal_ppo", "interfaces.actor=grpo", *given]))
-    assert made.graph.rpcs[-1].inputs.count("bootstrap_values") == 1
-
-
 @pytest.mark.parametrize("name", PREFERENCE)
 def test_a_preset_for_pairs_is_an_error_over_an_experiment_without_pairs(name):
     with pytest.raises(ConfigError, match=r"unknown key 'interfaces\.actor\.kind'"):
         resolved(overrides_of("grpo", name))
-
-
-def test_dapo_asks_for_the_length_of_its_buffer():
-    with pytest.raises(ConfigError, match=rf"missing values: {BUFFER}\. Set a value"):
-        compose(["experiment=grpo_arithmetic", "algorithm=dapo"])
 
 
 def test_a_misspelt_algorithm_is_told_with_the_nearest():

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import errno
-import multiprocessing
 import os
 
 import pytest
 
 from realign.cache_folder import LIMIT, Cache, cache_folder
-from tests.disk import OTHERS
 
 
 @pytest.fixture(autouse=True)
@@ -71,16 +69,6 @@ def test_a_disk_that_takes_no_entry_costs_only_the_entry(monkeypatch, code):
     assert [cache.read(key) is not None for key in "abc"] == [True, False, False]
 
 
-@pytest.mark.parametrize("kind", OTHERS)
-def test_what_is_no_file_is_no_entry(kind, tmp_path):
-    cache = Cache("tokens")
-    cache.make()
-    (cache.folder / "there").write_text("secret")
-    os.mkfifo(cache.folder / "queue")
-    OTHERS[kind](cache.folder / "a")
-    assert cache.read("a") is None
-
-
 @pytest.mark.parametrize("part", ["realign", "realign/tokens"])
 def test_a_link_of_another_user_leads_to_no_entries_and_nothing_behind_it_changes(tmp_path, monkeypatch, part):
     """Another user of a shared XDG_CACHE_HOME points a folder of the cache at files of this user."""
@@ -98,20 +86,3 @@ def test_a_link_of_another_user_leads_to_no_entries_and_nothing_behind_it_change
         cache.write("a", b"x")
     assert cache.read("a") is None
     assert [path.read_bytes() for path in precious.parent.iterdir()] == [b"x" * 4000]
-
-
-def fill(worker: int) -> int:
-    """Write and read the same files as the other processes; return the number of wrong reads."""
-    cache, wrong = Cache("tokens"), 0
-    for turn in range(50):
-        number = (turn + worker) % 7
-        cache.write(str(number), bytes([number]) * 2000)
-        other = (number + 1) % 7
-        wrong += cache.read(str(other)) not in (None, bytes([other]) * 2000)
-    return wrong
-
-
-def test_processes_that_write_the_same_files_never_read_a_wrong_one():
-    with multiprocessing.get_context("fork").Pool(3) as pool:
-        assert pool.map(fill, range(3)) == [0, 0, 0]
-    assert {path.name for path in Cache("tokens").folder.iterdir()} == set("0123456")

@@ -10,7 +10,6 @@ import pytest
 from realign.chat_template import render
 from realign.data import PromptData
 from realign.data.writer import Template
-from realign.environments.turns import TurnWriter
 from realign.errors import DataError
 from tests.data.text_tokenizer import make_tokenizer
 
@@ -33,21 +32,6 @@ def test_an_error_of_a_template_is_one_line_and_the_next_rendering_is_not_affect
     with pytest.raises(DataError, match=r"^the chat template failed: TemplateError: no$"):
         rendered(NO, "no")
     assert rendered(NO, "yes") == "yes"
-
-
-def test_a_template_that_fails_for_a_later_row_names_the_row(tmp_path):
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text('{"prompt": "a"}\n{"prompt": "no"}\n{"prompt": "b"}\n')
-    data = PromptData(str(rows), template=Template.chat)
-    with pytest.raises(DataError, match=r"rows\.jsonl, line 2: the chat template failed: TemplateError: no"):
-        data.load(make_tokenizer(chat_template=NO))
-
-
-def test_a_template_that_fails_for_an_observation_fails_that_episode_only():
-    writer = TurnWriter(make_tokenizer(chat_template="{{ messages[-2].content }}" + NO), chat=True)
-    with pytest.raises(ValueError, match=r"^the chat template failed: TemplateError: no"):
-        writer.between("no", [])
-    assert writer.between("a", [])
 
 
 def test_no_row_chooses_a_template(tmp_path):

@@ -5,16 +5,14 @@ import os
 import re
 import subprocess
 import sys
-import typing
 from pathlib import Path
 
 import pytest
 import yaml
 
-from realign.api import DataflowGraph, MicroBatchSpec, ModelInterface
+from realign.api import DataflowGraph, ModelInterface
 from realign.config import (
     ConfigError,
-    ExperimentConfig,
     build,
     build_experiment,
     build_graph,
@@ -23,17 +21,9 @@ from realign.config import (
 )
 from realign.config.composition import config_of
 from realign.config.construct import convert
-from realign.config.experiment import COMPONENTS, REPORT
 from realign.config.files import experiments_dir, list_experiments
-from realign.data import DataSpec, PromptData
-from realign.run_settings import RunSettings
-from realign.runtime import Experiment
 from realign.runtime.checks.parts import check_parts
-from realign.runtime.experiment import ModelSpec
-from realign.samplers import InProcessSampling
-from realign.settings import Count
 from tests.config_parts import HERE, MUST_BE_GIVEN, Actor, Bigram, Frozen, Length, Norm, Style, write_experiment
-from tests.table_sampler import TableSampling
 
 WHERE = "interfaces.actor"
 
@@ -158,20 +148,6 @@ def test_trap_g6_what_a_number_with_a_unit_means_is_said(key, annotation, raw, m
         convert(raw, annotation, key)
 
 
-def test_a_name_of_another_module_of_ours_is_found_and_what_is_merely_imported_is_not_offered():
-    def message(target):
-        with pytest.raises(ConfigError) as caught:
-            build({"_target_": target}, ModelInterface, WHERE)
-        return str(caught.value)
-
-    assert "did you mean realign.interfaces.grpo.GRPOActorInterface?" in message("GRPOActorInterface")
-    assert "did you mean realign.interfaces.grpo.GRPOActorInterface?" in message(
-        "realign.interfaces.ppo.GRPOActorInterface"
-    )
-    assert message("realign.interfaces.sft.Aggregation").endswith("(SFTInterface of realign.interfaces.sft would fit)")
-    assert message("realign.interfaces.sft.SFT").endswith("no 'SFT' in realign.interfaces.sft (valid: SFTInterface)")
-
-
 @pytest.mark.parametrize(
     ("node", "message"),
     [
@@ -213,16 +189,6 @@ def test_a_target_of_another_kind_is_never_called(monkeypatch):
     assert called == []
 
 
-def test_a_component_inherits_from_the_base_class_that_its_place_asks_for():
-    assert build({"_target_": f"{HERE}.Bigram", "lr": 1}, ModelSpec, "models.actor") == Bigram(1.0)
-    with pytest.raises(ConfigError, match=r"data\._target_: Bigram is not a DataSpec \(Prompts of .* would fit\)"):
-        build({"_target_": f"{HERE}.Bigram"}, DataSpec, "data")
-    with pytest.raises(ConfigError, match=r"Prompts is not a ModelSpec \(Bigram of .* would fit\)"):
-        build({"_target_": f"{HERE}.Prompts"}, ModelSpec, "models.actor")
-    with pytest.raises(ConfigError, match=r"Unfinished is not a ModelSpec: it does not implement load \(Bigram of"):
-        build({"_target_": f"{HERE}.Unfinished"}, ModelSpec, "models.actor")
-
-
 @pytest.mark.parametrize(
     ("values", "message"),
     [
@@ -259,33 +225,6 @@ def test_a_users_file_that_cannot_be_imported_says_why(tmp_path, monkeypatch, re
     request.addfinalizer(lambda: sys.modules.pop(name, None))
     with pytest.raises(ConfigError, match=message):
         build({"_target_": f"{name}.Mine"}, ModelInterface, WHERE)
-
-
-def test_the_settings_of_config_and_experiment_are_those_of_the_run():
-    """`RunSettings` describes each setting. What its subclasses declare again is a component, or is listed here."""
-    again = {"output_dir", "steps", "batch_prompts", "microbatch", *COMPONENTS}
-    described = {field.name for field in dataclasses.fields(RunSettings)}
-    known = {"dropped", "idle", "resolved", "sources", "filled_roles"}
-    for cls, more in ((ExperimentConfig, {"threads", *REPORT}), (Experiment, known)):
-        assert {field.name for field in dataclasses.fields(cls)} == described | more
-        assert (
-            cls.__annotations__.keys()
-            <= (again if cls is Experiment else {"output_dir", "steps", "batch_prompts"}) | more
-        )
-    hints = typing.get_type_hints(ExperimentConfig, include_extras=True)
-    assert (hints["steps"], hints["batch_prompts"]) == (Count, Count)
-    needed = {"graph": DataflowGraph(()), "interfaces": {}, "models": {}, "data": PromptData("prompts.jsonl")}
-    limits = dataclasses.asdict(ExperimentConfig().microbatch)
-    assert Experiment(steps=1, batch_prompts=1, **needed).microbatch == MicroBatchSpec(**limits)
-
-
-def test_a_field_that_the_yaml_does_not_list_can_be_set(folder):
-    config = compose(["experiment=bigram", "interfaces.actor.adv_norm.std=none"], folder)
-    assert config.interfaces["actor"]["adv_norm"] == {"std": "none"}
-    experiment = build_experiment(config)
-    assert experiment.interfaces["actor"].adv_norm.std.value == "none"
-    assert experiment.interfaces["actor"].adv_norm.mean.value == "group"
-    assert (experiment.steps, experiment.batch_prompts, str(experiment.output_dir)) == (2, 4, "runs/bigram")
 
 
 @pytest.mark.parametrize(
@@ -332,14 +271,6 @@ def test_trap_g6_a_wrong_override_fails_in_one_line(folder, overrides, message):
     assert "\n" not in str(caught.value)
 
 
-def test_an_experiment_of_ones_own_may_build_on_another(folder):
-    text = "# @package _global_\n# Longer.\ndefaults:\n  - bigram\n  - _self_\nsteps: 9\nname: longer\n"
-    write_experiment(folder, "longer", text)
-    config = compose(["experiment=longer"], folder)
-    assert (config.steps, config.name, config.batch_prompts) == (9, "longer", 4)
-    assert list_experiments(folder)["longer"] == "Longer."
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -356,11 +287,6 @@ def test_trap_g6_a_wrong_experiment_file_fails_in_one_line(folder, text, message
     with pytest.raises(ConfigError, match=f"^{message}") as caught:
         compose(["experiment=broken"], folder)
     assert "\n" not in str(caught.value)
-
-
-def test_a_config_dir_that_is_not_there(tmp_path):
-    with pytest.raises(ConfigError, match=r"--config-dir=.*: this folder does not exist"):
-        compose([], tmp_path / "nothing")
 
 
 @pytest.mark.parametrize(
@@ -391,23 +317,6 @@ def test_parts_that_do_not_fit_fail_before_anything_is_loaded(folder, monkeypatc
     monkeypatch.setattr(Bigram, "load", lambda *_, **__: pytest.fail("a model was loaded"))
     with pytest.raises(ConfigError, match=message):
         check_parts(build_experiment(compose(["experiment=bigram", *overrides], folder)))
-
-
-def test_the_sampler_of_a_model_is_set_by_field_or_by_class():
-    node = {"_target_": "realign.engines.TransformersModel", "path": "x"}
-    assert build(node, ModelSpec, "models.actor").sampler == InProcessSampling()
-    assert build(node | {"sampler": {"max_slots": 4}}, ModelSpec, "models.actor").sampler.max_slots == 4
-    table = {"_target_": "tests.table_sampler.TableSampling", "words": 5}
-    assert build(node | {"sampler": table}, ModelSpec, "models.actor").sampler == TableSampling(words=5)
-    for sampler, message in (
-        ({"max_slots": 0}, r"models\.actor\.sampler\.max_slots=0: must be at least 1, or null"),
-        ({"slots": 3}, r"unknown key 'models\.actor\.sampler\.slots'; did you mean 'max_slots'\?"),
-        ({"_target_": "realign.models.Lora"}, r"Lora is not a SamplerSpec"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            build(node | {"sampler": sampler}, ModelSpec, "models.actor")
-    with pytest.raises(ConfigError, match=r"models\.actor\.sampler=.*: a model with head=value cannot sample"):
-        build(node | {"sampler": table, "head": "value"}, ModelSpec, "models.actor")
 
 
 def test_the_resolved_config_holds_every_default_and_builds_the_same_run(folder):

@@ -53,23 +53,6 @@ def test_a_stream_keeps_its_first_error_and_goes_on(number):
     assert stream.lost.errno == number
 
 
-@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
-def test_text_that_the_encoding_lacks_is_escaped(encoding):
-    written = io.BytesIO()
-    stream = LastingStream(io.TextIOWrapper(written, encoding=encoding, write_through=True))
-    stream.write("reward \u2581\u21b5 \u00e9 \ud800")
-    assert stream.lost is None
-    text = written.getvalue().decode(encoding)
-    assert (
-        text
-        == {
-            "ascii": "reward \\u2581\\u21b5 \\xe9 \\ud800",
-            "latin-1": "reward \\u2581\\u21b5 \u00e9 \\ud800",
-            "utf-8": "reward \u2581\u21b5 \u00e9 \\ud800",
-        }[encoding]
-    )
-
-
 @contextmanager
 def streams(out: object, err: object) -> Iterator[None]:
     before = sys.stdout, sys.stderr
@@ -131,17 +114,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write_experiment(tmp_path / "conf")
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-@pytest.mark.parametrize("full", [False, True])
-@pytest.mark.usefixtures("here")
-def test_a_run_of_the_command_line_needs_no_console(full):
-    place = os.open("/dev/full", os.O_WRONLY) if full else closed_pipe()
-    with descriptors(place, place):
-        code = cli.main([*ARGS, "print_samples_every_steps=1"])
-    assert code == 0
-    assert Path("run/final").is_dir()
-    assert "end of the run" in Path("run/realign.log").read_text()
 
 
 @pytest.mark.parametrize(("full", "code"), [(False, ExitCode.error), (True, ExitCode.transient)])

@@ -126,16 +126,6 @@ def test_names_with_special_characters_are_escaped(form):
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_a_role_that_shares_a_model_is_shown_as_such(form):
-    graph, notes = ppo(), {"reward": "the model of <actor>"}
-    plain, noted = FORMATS[form](graph), FORMATS[form](graph, notes)
-    assert "the model of" not in plain
-    note = "the model of <actor>" if form == "text" else "the model of &lt;actor&gt;"
-    assert f"reward · inference · {note}" in noted
-    assert noted.count("the model of") == 1
-
-
-@pytest.mark.parametrize("form", FORMATS)
 def test_weights_that_one_role_takes_from_another_are_an_edge_of_their_own_kind(form):
     graph = replace(ppo(), sync={"ref": Sync("actor", weight=0.1, every_steps=10)})
     drawn = FORMATS[form](graph)

@@ -173,14 +173,6 @@ def test_examples_run_as_documented_with_nothing_edited(task, reward, tmp_path, 
     assert 0 < values["missing_rewards"] <= 1  # an untrained model rarely writes a number
 
 
-def test_the_example_reward(monkeypatch):
-    monkeypatch.syspath_prepend(str(EXAMPLES.parent))
-    from examples.close_answer import score
-
-    row = {"answer": "28"}
-    assert [score("", r, row) for r in ("28", "38", "1", "x", "")] == [1.0, 0.5, 0.0, None, None]
-
-
 def test_the_demo_ends_with_a_line_of_json_and_its_picture_and_shows_a_response_without_a_verdict(
     reward, tmp_path, capsys
 ):
@@ -203,25 +195,6 @@ def test_the_demo_ends_with_a_line_of_json_and_its_picture_and_shows_a_response_
 def test_the_demo_says_what_it_does_not_understand(capsys, argument):
     assert demo([argument]) == 2
     assert argument.split("=")[0] in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("wrong", ["stepz=2", "sft.stepz=2"])
-def test_the_demo_refuses_a_typo_before_it_touches_an_earlier_result(tmp_path, capsys, wrong):
-    earlier = tmp_path / "demo" / "grpo" / "metrics.jsonl"
-    earlier.parent.mkdir(parents=True)
-    earlier.touch()
-    assert demo([f"output_dir={tmp_path / 'demo'}", wrong]) == 2
-    assert "stepz" in capsys.readouterr().err
-    assert [p for p in tmp_path.rglob("*") if p.is_file()] == [earlier]
-
-
-def test_an_interrupted_demo_says_so(tmp_path, capsys, monkeypatch):
-    def interrupted(*args, **kwargs):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("realign.demo.__main__.run", interrupted)
-    assert demo([f"output_dir={tmp_path / 'demo'}"]) == 130
-    assert "interrupted" in capsys.readouterr().err
 
 
 def test_the_task_holds_out_both_orders_and_spoils_demonstrations(task):
@@ -270,32 +243,3 @@ def test_the_same_run_without_hydra(task, reward, tmp_path):
         )
     )
     assert "ref_kl" in result.history[1]
-
-
-@pytest.mark.parametrize("trains", ["Lora, rank: 4", pytest.param("TopLayers, layers: 1", marks=pytest.mark.slow)])
-def test_one_model_is_actor_reference_and_critic(task, reward, tmp_path, trains):
-    experiment = built(
-        task,
-        tmp_path / "run",
-        reward,
-        "steps=3",
-        "evaluation=null",
-        "graph={_target_: realign.interfaces.ppo.dataflow}",
-        "interfaces.actor={_target_: realign.interfaces.ppo.PPOActorInterface, critic: shared, value: {coef: 0.5}}",
-        "interfaces.actor.kl={place: reward, coef: 0.01}",
-        "interfaces.critic._target_=realign.interfaces.critic.PPOCriticInterface",
-        f"models.actor.trains={{_target_: realign.models.{trains}}}",
-        "models.actor.head.value_head={layers: 1, hidden: mlp}",
-        "models.actor.optimizer.ema_decay=0.9",
-        "models.actor.optimizer.lr=0.01",
-        "models.ref={_target_: realign.engines.SharedModel, of: actor, branch: reference}",
-        "models.critic={_target_: realign.engines.SharedModel, of: actor}",
-    )
-    result = run(experiment)
-    assert len(result.series("value_loss")) == 3
-    kl = result.series("ref_kl_per_sequence")
-    assert kl[0] == pytest.approx(0, abs=1e-4)
-    assert abs(kl[-1]) > 1e-3
-    assert sorted(p.name for p in (tmp_path / "run" / "final").iterdir()) == ["actor", "actor_ema"]
-    for folder in ("actor", "actor_ema"):
-        assert (tmp_path / "run" / "final" / folder / "value_head.safetensors").is_file()

@@ -7,7 +7,7 @@ import pytest
 
 import realign.errors
 from realign.config.errors import one_line
-from realign.errors import CheckpointError, RealignError, RunComplete, is_transient
+from realign.errors import RealignError, is_transient
 
 ESCAPES = "\x1b]0;title\x07 \x9b2J \u202e \u2028 \ud800"
 CLASSES = [kind for kind in vars(realign.errors).values() if isinstance(kind, type) and issubclass(kind, RealignError)]
@@ -21,10 +21,6 @@ def test_no_message_of_an_error_changes_the_terminal(kind):
         assert shown.isprintable()
         assert "title" in shown
     assert "title" in str(RealignError(f"again: {error}"))
-
-
-def test_an_error_of_the_operating_system_is_shown_in_the_same_way():
-    assert one_line(FileNotFoundError(errno.ENOENT, ESCAPES)).isprintable()
 
 
 def test_a_message_has_a_limit_and_keeps_its_start_and_end():
@@ -45,11 +41,6 @@ def test_a_wrong_path_and_a_missing_permission_are_not_transient(code):
     assert not is_transient(OSError(number, os.strerror(number)))
 
 
-def test_a_timeout_and_a_lost_connection_without_a_code_are_transient():
-    assert is_transient(TimeoutError("no answer for 5 s"))
-    assert is_transient(ConnectionError("the server closed the connection"))
-
-
 def test_an_error_without_a_code_is_classified_by_its_cause():
     def caused_by(cause):
         error = OSError("the model was not saved")
@@ -62,9 +53,3 @@ def test_an_error_without_a_code_is_classified_by_its_cause():
     assert not is_transient(caused_by(PermissionError(errno.EACCES, "Permission denied")))
     assert not is_transient(caused_by(ValueError("wrong shape")))
     assert not is_transient(OSError("no code and no cause"))
-
-
-def test_a_complete_run_is_a_checkpoint_error_that_the_command_line_can_tell_apart():
-    assert issubclass(RunComplete, CheckpointError)
-    assert issubclass(CheckpointError, RealignError)
-    assert not issubclass(CheckpointError, ValueError)

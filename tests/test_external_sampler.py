@@ -9,18 +9,16 @@ import pytest
 import torch
 
 from realign.api import Model, SequenceSample
-from realign.engines import SharedModel
 from realign.errors import ConfigError
 from realign.interfaces.grpo import GRPOActorInterface
 from realign.runtime import Async, run
 from realign.runtime import models as loading
 from realign.runtime.local import LocalRuntime
-from realign.runtime.models import load_models
 from realign.runtime.rollout.spec import Sync
 from realign.runtime.run_checkpoints import restore, run_state
 from realign.samplers import InProcessSampling
 from realign.testing import BigramEngine
-from tests.table_sampler import Served, TableSampling, TrainsOnly
+from tests.table_sampler import Served, TableSampling
 from tests.toys import GENERATION
 from tests.toys import experiment as toy
 
@@ -104,17 +102,6 @@ def test_a_restored_run_gives_the_sampler_the_weights_of_the_checkpoint(tmp_path
     resumed.close()
 
 
-def test_a_role_that_shares_the_model_shares_the_sampler(tmp_path, opened):
-    plain = experiment(tmp_path)
-    shared = replace(plain, models=plain.models | {"ref": SharedModel("actor")})
-    models = load_models(shared)
-    view = SharedModel("actor").load("view", seed=0, loaded=models)
-    assert view.sampler is models["actor"].sampler is opened[0]
-    models["actor"].publish_weights(4)
-    assert (view.version, opened[0].version) == (4, 4)
-    opened[0].close()
-
-
 def test_an_external_sampler_under_torchrun_is_refused(tmp_path, monkeypatch):
     class Two:
         size = 2
@@ -124,19 +111,3 @@ def test_an_external_sampler_under_torchrun_is_refused(tmp_path, monkeypatch):
         ConfigError, match=r"models.actor.sampler=TableSampling: this sampler does not work under torchrun"
     ):
         loading.open_sampler(Served(), Model("actor", BigramEngine()))
-
-
-def test_what_samples_ahead_outside_the_engine_cannot_score(tmp_path):
-    from realign.api import MicroBatchSpec
-    from realign.runtime.rollout.asynchronous import SamplingEngine
-
-    sampler = TableSampling(bitwise=True).open("actor", BigramEngine(), None)
-    engine = SamplingEngine("actor", "actor", TrainsOnly(), sampler)
-    data = SequenceSample.from_sequences(["a"], {"prompt_ids": [[[1]]]})
-    assert torch.equal(
-        engine.generate(data, GENERATION, seed=0)["input_ids"],
-        BigramEngine().generate(data, GENERATION, seed=0)["input_ids"],
-    )
-    with pytest.raises(ConfigError, match="with rollout=async, TableSampler can sample but not score"):
-        engine.forward(data, MicroBatchSpec(), lambda output, part: part)
-    sampler.close()

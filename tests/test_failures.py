@@ -19,8 +19,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from realign.api import GenerationConfig, MicroBatchSpec
-from realign.data import PreferenceData, PromptData, SupervisedData, TextData
-from realign.data.combined import WithPretraining
+from realign.data import PromptData, SupervisedData
 from realign.engines import OptimizerSpec, TransformersModel
 from realign.engines.training import engine_state
 from realign.errors import ConfigError, RunError
@@ -32,8 +31,7 @@ from realign.interfaces.sft import dataflow as sft_dataflow
 from realign.models import Causal
 from realign.records.checkpoint.folder import list_checkpoints
 from realign.run_settings import CheckpointSpec
-from realign.runtime import Evaluation, Experiment, LossEvaluation, run
-from realign.runtime.evaluation.base import Evaluator
+from realign.runtime import Experiment, run
 from realign.runtime.local import LocalRuntime
 from tests.tiny import VOCAB, save_tiny, tiny_tokenizer
 
@@ -124,17 +122,6 @@ def own(batch, n):
     return list(zip(batch.sequences("input_ids"), batch.sequences("prompt_mask"), strict=True))[:n]
 
 
-def test_dense_rewards_of_unknown_ids_have_a_place(tmp_path):
-    path = model_folder(tmp_path / "model", vocab_size=4 * VOCAB)
-    reward = RuleRewardInterface(function=f"{__file__}:one_per_token", workers=0, dense=True)
-    _, batch = LocalRuntime(experiment(tmp_path, path, reward=reward)).step(1)
-    assert torch.equal(batch["dense_rewards"] == 1, batch["loss_mask"])
-
-
-def one_per_token(prompt: str, response: str, row: dict[str, Any], tokens: list[str]) -> list[float]:
-    return [1.0] * len(tokens)
-
-
 def test_a_prompt_that_leaves_no_room_is_refused_at_the_start(tmp_path):
     path = model_folder(tmp_path / "model")
     data = PromptData(rows(tmp_path / "rows.jsonl", [*PROMPTS, "1" * 120]))
@@ -152,40 +139,12 @@ def test_a_prompt_that_leaves_no_room_is_refused_at_the_start(tmp_path):
         LocalRuntime(experiment(tmp_path, path, generation=generation))
 
 
-@pytest.mark.parametrize("tokens", [110, 130])
-def test_held_out_rows_that_leave_no_room_are_refused_at_the_start(tmp_path, tokens):
-    path = model_folder(tmp_path / "model")
-    held_out = rows(tmp_path / "held_out.jsonl", ["1" * tokens], response="2")
-    judge = RuleRewardInterface(function=f"{__file__}:length", workers=0)
-    if tokens == 110:
-        answered = GenerationConfig(greedy=True, max_new_tokens=16)
-        evaluation: Evaluator = Evaluation(PromptData(held_out), judge, answered, sweep={"max_new_tokens": [30]})
-        message = "but a row of evaluation.data has 110 tokens and its response up to 30. Limit the rows to 98 tokens"
-    else:
-        evaluation = LossEvaluation(SupervisedData(held_out))
-        message = "but a row of evaluation.data has 132 tokens. Limit the rows to 128 tokens"
-    parts = {"graph": sft_dataflow(), "interfaces": {"actor": SFTInterface()}} if tokens == 130 else {}
-    data = SupervisedData(rows(tmp_path / "rows.jsonl", response="1")) if parts else None
-    with pytest.raises(ConfigError, match=re.escape(message)):
-        LocalRuntime(experiment(tmp_path, path, evaluation=evaluation, **parts, **({"data": data} if data else {})))
-
-
 def test_demonstrations_longer_than_the_model_are_refused_at_the_start(tmp_path):
     path = model_folder(tmp_path / "model")
     file = rows(tmp_path / "rows.jsonl", ["1" * 120], response="2" * 10)
     parts = {"graph": sft_dataflow(), "interfaces": {"actor": SFTInterface()}, "batch_prompts": 1}
     with pytest.raises(ConfigError, match=r"window has 128 positions, but a row of data has 131 tokens"):
         LocalRuntime(experiment(tmp_path, path, data=SupervisedData(file), **parts))
-
-
-def test_the_longest_sequence_is_that_of_one_response_and_texts_are_looked_at_too(tmp_path):
-    file = rows(tmp_path / "rows.jsonl", ["1" * 10], chosen="2" * 5, rejected="3" * 8, text="4" * 200)
-    tokenizer = tiny_tokenizer()
-    assert PreferenceData(file).load(tokenizer).longest_sequence == 10 + 8 + 1
-    both = WithPretraining(PromptData(file), TextData(file, block_tokens=150, append_eos=False))
-    path = model_folder(tmp_path / "model")
-    with pytest.raises(ConfigError, match=r"a text of data\.pretraining has 150 tokens"):
-        LocalRuntime(experiment(tmp_path, path, data=both))
 
 
 def test_groups_of_equal_rewards_make_no_step_and_a_run_of_nothing_else_fails(tmp_path):
@@ -203,14 +162,6 @@ def constant(prompt: str, response: str, row: dict[str, Any]) -> float:
 
 def same_weights(a: Path, b: Path) -> bool:
     return (a / "actor" / "model.safetensors").read_bytes() == (b / "actor" / "model.safetensors").read_bytes()
-
-
-def test_rows_said_twice_are_prompts_of_their_own(tmp_path):
-    path = model_folder(tmp_path / "model")
-    data = PromptData(rows(tmp_path / "rows.jsonl", ["1+1="] * 3, id="same"))
-    _, batch = LocalRuntime(experiment(tmp_path, path, data=data, batch_prompts=3)).step(1)
-    assert sorted(batch.ids) == ["0@0", "1@0", "2@0"]
-    assert batch.lengths["input_ids"].counts.tolist() == [4, 4, 4]
 
 
 @pytest.fixture
@@ -257,24 +208,6 @@ def test_a_disk_that_is_full_for_a_while_costs_no_line_and_no_step(tmp_path, ful
     for a, b in zip(first[2:], second, strict=True):
         for file in sorted(a.path.glob("*.safetensors")):
             assert file.read_bytes() == (b.path / file.name).read_bytes()
-
-
-def test_a_save_that_fails_costs_neither_the_run_nor_its_checkpoints(tmp_path, monkeypatch):
-    path = model_folder(tmp_path / "model")
-    write = engine_state.write_network
-
-    def fails_at_first(folder, *values):
-        if "step_000001" in str(folder):
-            raise OSError(errno.ENOSPC, "No space left on device")
-        write(folder, *values)
-
-    monkeypatch.setattr(engine_state, "write_network", fails_at_first)
-    settings = {"steps": 3, "save_every_steps": 1, "checkpoint": CheckpointSpec(every_steps=1, keep=9)}
-    with pytest.warns(UserWarning, match=r"step_000001 was not saved: .*No space left on device"):
-        run(experiment(tmp_path, path, **settings))
-    folders = sorted(p.name for p in (tmp_path / "run").iterdir() if p.is_dir())
-    assert folders == ["calls", "checkpoints", "final", "step_000002"]
-    assert [c.step for c in list_checkpoints(tmp_path / "run" / "checkpoints")] == [0, 1, 2, 3]
 
 
 def test_models_of_the_last_step_that_find_no_room_are_saved_by_a_resume(tmp_path, monkeypatch):
@@ -390,25 +323,3 @@ def test_prompts_whose_gradient_is_not_finite_are_named_by_their_place_in_the_da
     with pytest.warns(UserWarning, match="from the loss of id '2@0'"):
         values, _ = LocalRuntime(experiment(tmp_path, path, **settings)).step(1)
     assert values["nonfinite_steps"] == 1.0
-
-
-def test_a_run_whose_every_loss_is_not_finite_ends_with_the_ids(tmp_path):
-    path = model_folder(tmp_path / "model")
-
-    class Poisoned(GRPOActorInterface):
-        def loss(self, output, minibatch):
-            total, stats = super().loss(output, minibatch)
-            return total * math.nan, stats
-
-    models = {"actor": TransformersModel(path, optimizer=OptimizerSpec(lr=1e-3, max_nonfinite_in_a_row=2))}
-    parts = {
-        "actor": Poisoned(generation=GenerationConfig(n=4, max_new_tokens=6)),
-        "reward": RuleRewardInterface(function=f"{__file__}:length", workers=0),
-    }
-    with (
-        pytest.warns(
-            UserWarning, match="The step is skipped and training continues. Consecutive skips: 1; the run ends at 2."
-        ),
-        pytest.raises(RunError, match=r"of 2 consecutive optimizer steps was not finite.*ids '\d@0', '\d@0'"),
-    ):
-        run(experiment(tmp_path, path, models=models, interfaces=parts))

@@ -17,7 +17,6 @@ from realign.own_files import (
     FILES,
     OwnFiles,
     copy_file,
-    make_folder,
     open_regular,
     read_regular,
     replace_bytes,
@@ -39,14 +38,6 @@ def test_links_are_not_followed_when_a_tree_is_synced(tmp_path, monkeypatch):
     assert log.last_sync(tmp_path / "tree") >= 0
 
 
-def test_created_parents_are_synced(tmp_path, monkeypatch):
-    log = DiskLog(monkeypatch)
-    make_folder(tmp_path / "a" / "b")
-    assert log.last_sync(tmp_path) >= 0
-    assert log.last_sync(tmp_path / "a") >= 0
-    make_folder(tmp_path / "a" / "b")
-
-
 @pytest.mark.parametrize("flags", [os.O_RDONLY, os.O_WRONLY | os.O_CREAT | os.O_APPEND], ids=["read", "append"])
 @pytest.mark.parametrize("kind", OTHERS)
 def test_what_is_no_regular_file_is_refused_at_once(kind, flags, tmp_path):
@@ -56,11 +47,6 @@ def test_what_is_no_regular_file_is_refused_at_once(kind, flags, tmp_path):
     with pytest.raises(ConfigError, match=r"file' is not a regular file\. Remove it, or choose another output_dir"):
         open_regular(tmp_path / "file", flags, "rb" if flags == os.O_RDONLY else "ab")
     assert (tmp_path / "there").read_text() == "secret"
-
-
-def test_a_device_is_refused():
-    with pytest.raises(ConfigError, match="'/dev/zero' is not a regular file"):
-        open_regular(Path("/dev/zero"), os.O_RDONLY, "rb")
 
 
 def test_a_regular_file_is_opened_and_a_missing_one_stays_an_os_error(tmp_path):
@@ -78,14 +64,6 @@ def test_what_is_no_regular_file_reads_as_empty(kind, tmp_path):
     os.mkfifo(tmp_path / "queue")
     OTHERS[kind](tmp_path / "file")
     assert read_regular(tmp_path / "file", 100) == b""
-
-
-def test_a_file_is_read_up_to_a_limit(tmp_path):
-    (tmp_path / "file").write_bytes(b"12345")
-    assert read_regular(tmp_path / "file", 5) == b"12345"
-    assert read_regular(tmp_path / "file", 4) == b""
-    assert read_regular(tmp_path / "missing", 4) == b""
-    assert read_regular(Path("a\0b"), 4) == b""
 
 
 def test_a_link_is_replaced_and_not_written_through(tmp_path):
@@ -109,15 +87,6 @@ def test_a_write_that_fails_leaves_the_earlier_file_and_nothing_else(tmp_path, m
     with pytest.raises(OSError, match="No space"):
         replace_bytes(tmp_path / "file", b"two")
     assert [path.read_text() for path in tmp_path.iterdir()] == ["one"]
-
-
-def test_a_file_gets_the_rights_of_the_umask(tmp_path):
-    before = os.umask(0o027)
-    try:
-        replace_bytes(tmp_path / "file", b"x")
-    finally:
-        os.umask(before)
-    assert (tmp_path / "file").stat().st_mode & 0o777 == 0o640
 
 
 def test_a_link_of_another_user_is_not_private(tmp_path, monkeypatch):
@@ -220,17 +189,6 @@ def test_a_list_of_somebody_else_is_neither_believed_nor_written_to(tmp_path):
     assert (tmp_path / FILES).read_text() == '{"path": "final"}\n'
 
 
-def test_a_line_that_a_killed_process_left_costs_only_itself(tmp_path):
-    own = OwnFiles(tmp_path)
-    own.claim("a.jsonl")
-    with (tmp_path / FILES).open("a") as file:
-        file.write('{"path": "b.js')
-    own.claim("c.jsonl")
-    for name in "abc":
-        (tmp_path / f"{name}.jsonl").write_text("x")
-    assert [own.remove(f"{name}.jsonl") for name in "abc"] == [None, tmp_path / "b.jsonl", None]
-
-
 @pytest.mark.parametrize("kept", [0, 1, 40])
 def test_a_list_that_a_full_disk_cut_at_its_start_starts_again(tmp_path, kept):
     own = OwnFiles(tmp_path)
@@ -255,18 +213,6 @@ def test_a_folder_that_cannot_be_read_is_of_somebody_else(tmp_path, monkeypatch)
     monkeypatch.setattr(Path, "iterdir", denied)
     assert own.remove("final") == tmp_path / "final" / "actor"
     assert (tmp_path / "final" / "actor" / "weights").exists()
-
-
-def test_old_files_go_on_a_full_disk(tmp_path, monkeypatch):
-    own = OwnFiles(tmp_path)
-    written(own, "step_000001", {"weights": b"x"})
-
-    def full(*entries, **options):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(own, "_append", full)
-    assert own.remove("step_000001") is None
-    assert not (tmp_path / "step_000001").exists()
 
 
 WRITES = {

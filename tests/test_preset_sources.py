@@ -162,13 +162,6 @@ def test_deepspeed_chat_reads_the_score_before_the_end_token_which_it_does_not_t
     assert dropped == [[3, EOS], [EOS]]
 
 
-def test_trlx_does_not_train_the_end_token_which_gpt2_also_pads_with():
-    preset = build_experiment(compose(["experiment=trlx_ppo", *MUST_BE_GIVEN["trlx_ppo"]])).interfaces["actor"]
-    model, data = Model("actor", BigramEngine(), TOKENIZER), sampled_responses()
-    data = preset.estimate_advantages(model, preset.score(model, data.with_sequences(rewards=torch.ones(5))))
-    assert torch.equal(data["loss_mask"], ~data["prompt_mask"] & (data["input_ids"] != EOS))
-
-
 def test_the_table_names_repository_file_and_commit_or_paper():
     assert TABLE.keys() <= list_experiments().keys()
     for entry in TABLE.values():

@@ -16,8 +16,6 @@ from tests.tiny import save_tiny
 
 OWN = ["ppo", "deepspeed_chat", "openrlhf_ppo", "instructgpt", "llama2_chat", "qwen_rlhf", "secrets_of_rlhf"]
 """Recipes with a separate critic, trained in addition to the actor."""
-SHARED = ["lm_human_preferences", "lm_human_preferences_cnndm", "lm_human_preferences_tldr", "trlx_ppo"]
-"""Recipes whose values come from a head on the policy's trunk."""
 AREAL = ["areal_ppo", "areal_decoupled"]
 """Recipes of AReaL's first generation: several responses per prompt, scored by a function."""
 QUICK = ("ppo", "instructgpt", "lm_human_preferences", "trlx_ppo", "areal_decoupled", "lm_human_preferences_reward")
@@ -92,27 +90,6 @@ def test_a_recipe_with_a_critic_runs_end_to_end(name, folders, tmp_path):
     assert (tmp_path / "run" / "final" / "actor_ema" / "model.safetensors").exists() == averaged
     assert ("ptx_nll" in last) == (name == "instructgpt")
     assert [json.loads(x)["step"] for x in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()] == [0, 1, 2]
-
-
-@pytest.mark.parametrize("name", marked(*SHARED))
-def test_a_recipe_with_a_shared_trunk_runs_end_to_end(name, folders, tmp_path):
-    last = trained(name, folders, tmp_path / "run")
-    assert {"value_loss", "explained_variance", "return_mean"} & last.keys() >= {"value_loss"}
-    assert (tmp_path / "run" / "final" / "actor" / "value_head.safetensors").exists()
-
-
-@pytest.mark.parametrize("name", marked(*AREAL))
-def test_a_recipe_of_areal_runs_end_to_end(name, folders, tmp_path):
-    overrides = small(name, folders, tmp_path / "run", "interfaces.actor.generation.n=4")
-    result = run(build_experiment(compose(overrides)))
-    first, last = result.history[1:]
-    assert first["optimizer_steps"] == last["optimizer_steps"] == 4
-    assert first["first_logprob_diff_max"] < 1e-4
-    assert {"policy_loss", "early_stopped", "advantage_max"} <= last.keys()
-    with_critic = name == "areal_ppo"
-    assert ({"critic/value_loss", "ref_kl_per_sequence", "kl_coef"} <= last.keys()) == with_critic
-    assert any(key.startswith("behavior_weight") for key in last) != with_critic
-    assert (tmp_path / "run" / "final" / "critic").exists() == with_critic
 
 
 def test_lm_human_preferences_step_by_step(folders, tmp_path):

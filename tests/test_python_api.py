@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,10 +12,9 @@ import numpy
 import pandas
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from rich.console import Console
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import realign
 from realign.config import ConfigError, build_experiment, compose
@@ -25,11 +23,8 @@ from realign.engines import OptimizerSpec, TransformersModel
 from realign.errors import CheckpointError, DataError
 from realign.interfaces.components.objectives import Clip
 from realign.python_api import Run
-from realign.rewards.pool.functions import SessionFunction
-from realign.runtime import Experiment, run
-from realign.signals import Interrupted
-from tests.data.chat_templates import chat_tokenizer
-from tests.tiny import save_tiny, tiny_model
+from realign.runtime import Experiment
+from tests.tiny import save_tiny
 
 SMALL = {"steps": 2, "batch_prompts": 4, "interfaces.actor.generation": {"n": 4, "max_new_tokens": 6}}
 WORDS = [
@@ -155,25 +150,6 @@ def test_a_run_resumes_with_an_equal_model_object_only(folder):
     assert sum(path.is_dir() for path in (new.folder / "start").iterdir()) == 1
 
 
-def test_a_model_object_of_peft_is_an_adapter_to_continue(folder):
-    model = get_peft_model(AutoModelForCausalLM.from_pretrained("model"), LoraConfig(r=4, target_modules="all-linear"))
-    experiment = realign.load_experiment("sft", model=model, data="rows.jsonl", steps=1)
-    assert experiment.models["actor"].tokenizer == "model"
-    assert (Path(experiment.models["actor"].path) / "adapter_config.json").is_file()
-
-
-def test_a_model_object_without_a_name_needs_its_tokenizer(folder):
-    config = AutoConfig.from_pretrained("model")
-    model = AutoModelForCausalLM.from_config(config)
-    model.name_or_path = ""
-    given = {"data": "rows.jsonl", "reward": "reward.py:score", **SMALL}
-    with pytest.raises(ConfigError, match="this LlamaForCausalLM has no name to find its tokenizer by"):
-        realign.load_experiment("grpo", model=model, **given)
-    experiment = realign.load_experiment("grpo", model=model, tokenizer="model", **given)
-    assert experiment.models["actor"].tokenizer == "model"
-    assert (Path(experiment.models["actor"].path) / "model.safetensors").is_file()
-
-
 @pytest.mark.parametrize("kind", [list, datasets.Dataset.from_list, pandas.DataFrame, iter], ids=lambda k: k.__name__)
 def test_rows_in_memory_are_stored_under_a_name_of_their_content(folder, kind):
     paths = [realign.load_experiment("sft", model="model", data=kind(ROWS), steps=1).data.path for _ in range(2)]
@@ -211,12 +187,6 @@ def test_errors_are_those_of_the_command_line(folder):
         with pytest.raises((ConfigError, DataError), match=message) as caught:
             realign.train("grpo", quiet=True, **arguments)
         assert caught.value._render_traceback_() == [f"error: {caught.value}"]
-
-
-def test_several_processes_use_the_command_line(folder, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match="With torchrun, use its command: -m realign experiment=grpo steps=2"):
-        realign.train("grpo", model="model", data="rows.jsonl", reward="reward.py:score", **SMALL)
 
 
 def test_a_run_shows_what_it_learned(folder, capsys, drawn_curves, monkeypatch):
@@ -300,13 +270,6 @@ def test_a_run_that_an_error_ended_is_attached_to_the_error_and_one_before_it_is
     assert again.value.run is None
 
 
-def test_a_signal_leaves_the_run_with_its_interruption(folder, monkeypatch):
-    monkeypatch.setattr("realign.runtime.training.TrainingLoop._show", lambda *_: signal.raise_signal(signal.SIGTERM))
-    with pytest.raises(Interrupted) as caught:
-        realign.train("grpo", model="model", data=ROWS, reward=in_session(), quiet=True, **SMALL)
-    assert repr(caught.value.run).endswith("interrupted, step 1 of 2)")
-
-
 def test_arguments_of_trl_and_lists_of_functions_mean_ours(folder):
     def short(prompt, response, row):
         return 0.0
@@ -385,24 +348,6 @@ def test_five_lines_train_a_model_in_a_fresh_process(folder, script):
     assert "Resumed from" in out
 
 
-def test_a_run_of_a_session_function_cannot_resume_elsewhere(folder):
-    function = in_session()
-    realign.train("grpo", model="model", data="rows.jsonl", reward=function, quiet=True, **SMALL)
-    name = SessionFunction.of(function)
-    words = [*WORDS, "steps=3", "resume=auto", f"interfaces.reward.function={name}"]
-    with pytest.raises(ConfigError, match=r"was defined in a Python session, and no file has it"):
-        run(build_experiment(compose(words)))
-    again = {**SMALL, "steps": 3}
-    with pytest.raises(CheckpointError, match=f'interfaces.reward.function was "{name}", is "reward.py:score"'):
-        realign.train(
-            "grpo", model="model", data="rows.jsonl", reward="reward.py:score", resume="auto", quiet=True, **again
-        )
-    done = realign.train("grpo", model="model", data="rows.jsonl", reward=function, resume="auto", quiet=True, **again)
-    assert [record["step"] for record in done.history] == [0, 1, 2, 3]
-    same = realign.train("grpo", model="model", data="rows.jsonl", reward=function, resume="auto", quiet=True, **again)
-    assert same.history == done.history
-
-
 def test_a_notebook_shows_progress_below_its_cell(monkeypatch):
     from realign.records.metrics.live_display import LiveDisplay
 
@@ -427,41 +372,3 @@ def test_a_notebook_shows_progress_below_its_cell(monkeypatch):
     html = shown[-1]._repr_mimebundle_([], [])["text/html"]
     assert "reward" in html
     assert "0.5" in html
-
-
-@pytest.mark.slow
-def test_a_model_with_the_tokenizer_of_llama_2_writes_the_trained_answer_token_by_token(tmp_path, monkeypatch):
-    """In SFT, DPO and GRPO, as transformers generates it. Apart, the answer would begin with a blank."""
-    monkeypatch.chdir(tmp_path)
-    tokenizer = chat_tokenizer(None, eos="<|im_end|>", kind="blank")
-    words = len(tokenizer)
-    tiny_model("llama", attention="eager", vocab_size=words).save_pretrained("model")
-    tokenizer.save_pretrained("model")
-    prompt = tokenizer("1+1=", add_special_tokens=False)["input_ids"]
-    given = {"quiet": True, "models.actor.optimizer": {"lr": 3e-3}, "batch_prompts": 4}
-
-    def train(name, model, **more):
-        return realign.train(name, model=model, output_dir=name, **given, **more).folder / "final/actor"
-
-    def answer(folder):
-        generated = AutoModelForCausalLM.from_pretrained(folder).generate(
-            torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), do_sample=False, max_new_tokens=6
-        )
-        return tokenizer.convert_ids_to_tokens(generated[0, len(prompt) :])
-
-    both = [{"prompt": "1+1=", "completion": answer} for answer in ("2", "3", "2", "3")]
-    sft = train("sft", "model", data=[both[0]] * 4, steps=8)
-    assert answer(sft) == ["2", "<|im_end|>"]
-    start = realign.train("sft", model="model", output_dir="both", data=both, steps=15, **given).folder / "final/actor"
-    dpo = train("dpo", start, data=[{"prompt": "1+1=", "chosen": "2", "rejected": "3"}] * 4, steps=6)
-    assert answer(dpo) == ["2", "<|im_end|>"]
-    sampling = {"n": 8, "max_new_tokens": 4}
-    grpo = train(
-        "grpo",
-        start,
-        data=both,
-        reward=lambda response: float(response == "3"),
-        steps=10,
-        **{"interfaces.actor.generation": sampling},
-    )
-    assert answer(grpo) == ["3", "<|im_end|>"]

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 import realign
-from realign.safe_yaml import LONGEST, MOST_NODES, check_yaml, load_yaml
+from realign.safe_yaml import LONGEST, check_yaml, load_yaml
 from tests.config_parts import bomb
 from tests.syntax_trees import calls_of
 
@@ -17,20 +17,6 @@ from tests.syntax_trees import calls_of
 def test_aliases_that_repeat_too_many_values_are_refused(levels):
     with pytest.raises(yaml.YAMLError, match="repeat too many values"):
         check_yaml(bomb(levels))
-
-
-def test_merged_keys_count_like_aliases():
-    text = "a0: &a0 {x: 1}\n" + "".join(f"a{i}: &a{i} {{y: {{<<: *a{i - 1}}}, z: *a{i - 1}}}\n" for i in range(1, 30))
-    with pytest.raises(yaml.YAMLError, match="repeat too many values"):
-        check_yaml(text)
-
-
-def test_aliases_that_repeat_few_values_are_read():
-    text = yaml.safe_dump({"a": (shared := [1, 2]), "b": shared})  # as in the config.yaml of a run
-    assert "*" in text
-    assert load_yaml(text) == {"a": [1, 2], "b": [1, 2]}
-    assert load_yaml(f"[{', '.join(['x'] * MOST_NODES)}]") == ["x"] * MOST_NODES
-    assert load_yaml("") is None
 
 
 @pytest.mark.parametrize(

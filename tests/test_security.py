@@ -21,16 +21,13 @@ from rich.console import Console
 import realign
 from realign.api import RPC, DataflowGraph
 from realign.cli.commands import main
-from realign.cli.sweep import compose_runs
 from realign.config import ConfigError, build_experiment, compose, resolve_config
 from realign.config.composition import config_of
 from realign.draw import FORMATS
 from realign.engines import TransformersModel
 from realign.errors import DataError
-from realign.records.metrics.live_display import LiveDisplay
 from realign.records.metrics.samples import show
 from realign.rewards.pool.functions import load_function
-from realign.rewards.pool.worker import RewardCall, answer
 from realign.runtime.output_folder import check_output_folder
 from realign.text import visible
 from tests import security_traps
@@ -38,7 +35,6 @@ from tests.config_parts import EXPERIMENT, write_experiment
 from tests.grids import rotating
 from tests.syntax_trees import calls_of
 from tests.tiny import save_tiny
-from tests.torchrun_ranks import Ranks
 
 PACKAGE = Path(realign.__file__).parent
 TRAPS = "tests.security_traps"
@@ -225,32 +221,6 @@ def test_a_file_of_experiments_reaches_nothing_through_hydra(attack, command, vi
     assert (victim / "victim").read_text() == "precious"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("attack", ["a log that cuts a file to nothing", "a library that the system loads"])
-def test_ranks_of_one_run_refuse_the_same(attack, victim):
-    write_attack(victim.parent / "conf", ATTACKS[attack])
-    codes, told = Ranks(victim, "--config-dir", "../conf", "experiment=evil").ended()
-    assert codes == [2, 2]
-    assert "error: hydra.job" in "".join(told)
-    assert [path.name for path in victim.iterdir()] == ["victim"]
-    assert (victim / "victim").read_text() == "precious"
-
-
-def test_the_same_experiment_without_settings_of_hydra_runs(victim):
-    write_attack(victim.parent / "conf", {})
-    assert main(["--config-dir", "../conf", "experiment=evil"]) == 0
-    assert (victim / "victim").read_text() == "precious"
-
-
-def test_an_experiment_that_one_run_of_a_sweep_chooses_is_checked_too(tmp_path):
-    write_attack(tmp_path, ATTACKS["a callback"])
-    write_experiment(tmp_path, "harmless")
-    with pytest.raises(ConfigError, match=r"hydra\.callbacks"):
-        compose(["experiment=evil"], tmp_path)
-    with pytest.raises(ConfigError, match=r"hydra\.callbacks"):
-        compose_runs(["experiment=harmless,evil"], str(tmp_path))
-
-
 @pytest.mark.parametrize("name", ["os:system", "builtins:eval", "shutil:move", "subprocess:call", "os.path:join"])
 def test_a_reward_function_is_none_of_pythons_own(name):
     with pytest.raises(ConfigError, match="in Python's standard library"):
@@ -378,25 +348,6 @@ def test_responses_are_shown_as_text_and_reach_no_terminal():
     assert "[bold red]x[/]" in shown
     assert not any(ord(c) < 32 or 127 <= ord(c) < 160 for c in shown)
     assert visible("two\nlines\tand é 漢 🙂") == "two\nlines\tand é 漢 🙂"
-
-
-def test_an_error_that_quotes_a_response_reaches_no_terminal():
-    def fails(prompt: str, response: str, row: dict[str, Any]) -> float:
-        raise ValueError(response)
-
-    message = answer(fails, RewardCall(("", MARKUP, {}), {})).message
-    assert r"\x1b]0;title\x07" in message
-    assert not any(mark in message for mark in ("\x1b", "\x9b", "\x07"))
-
-
-def test_names_of_a_run_are_no_markup():
-    def act(console: Console) -> None:
-        with LiveDisplay(console, "[bold]n[/bold]", 2, ("[red]m[/red]",)) as display:
-            display.log(1, {"[red]m[/red]": 1.0})
-
-    text = printed(act)
-    assert "[bold]n[/bold]" in text
-    assert "[red]m[/red]" in text
 
 
 @pytest.mark.parametrize("form", sorted(FORMATS))

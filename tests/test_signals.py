@@ -167,35 +167,6 @@ def test_a_signal_while_an_environment_blocks_lets_the_step_end_at_the_deadline(
     assert untimed(Path("run/metrics.jsonl"))[-1]["missing_rewards"] == 1.0
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("conversing")
-def test_a_second_signal_while_an_environment_blocks_ends_the_run_without_waiting(command):
-    process = command("interfaces.agent.timeout_s=36000", args=CONVERSE)
-    wait_for(process, Path("waiting"), 0)
-    process.send_signal(signal.SIGTERM)
-    wait_for_word(process, "once more")
-    process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=120)
-    assert process.returncode == 143, err
-    assert err.endswith("interrupted; the steps after the last checkpoint are lost\n")
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("conversing")
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_one_signal_is_enough_while_an_environment_blocks_before_the_first_step(command, number, code):
-    Path("block").touch()
-    evaluation = ("_target_=realign.runtime.EpisodeEvaluation", "episodes=${interfaces.agent}", "data=${data}")
-    process = command(
-        "interfaces.agent.timeout_s=36000", *(f"evaluation.{setting}" for setting in evaluation), args=CONVERSE
-    )
-    wait_for(process, Path("waiting"), 0)
-    process.send_signal(number)
-    _, err = process.communicate(timeout=120)
-    assert process.returncode == code, err
-    assert err.splitlines()[-1] == "interrupted"
-
-
 def wait_for_word(process: Command, word: str) -> None:
     """Wait until stderr has the word. Fail with the output of the process if it ends before."""
     deadline = time.monotonic() + 120
@@ -245,38 +216,6 @@ def test_a_signal_that_the_process_ignored_from_the_start_stays_ignored(number):
     with raise_on_signals(), StopSignals() as signals:
         assert raised(number) is None
         assert signals.received is None
-
-
-@pytest.mark.usefixtures("defaults")
-def test_handlers_of_a_script_stay_except_those_that_end_a_run_everywhere():
-    heard: list[int] = []
-    for number in (signal.SIGUSR1, signal.SIGTERM):
-        signal.signal(number, lambda number, frame: heard.append(number))
-    with raise_on_signals(), StopSignals() as signals:
-        assert raised(signal.SIGUSR1) is None
-        assert raised(signal.SIGTERM) is None
-        assert (heard, signals.received) == ([signal.SIGUSR1], signal.SIGTERM)
-
-
-@pytest.mark.usefixtures("defaults")
-def test_a_signal_is_noted_also_if_nobody_reads_stderr(monkeypatch):
-    def gone(*_):
-        raise BrokenPipeError
-
-    monkeypatch.setattr("os.write", gone)
-    with StopSignals() as signals:
-        assert raised(signal.SIGTERM) is None
-        assert signals.received == signal.SIGTERM
-
-
-@pytest.mark.usefixtures("defaults")
-def test_a_signal_before_the_first_step_raises_its_own_exit_code():
-    for number in SIGNALS:
-        if number != signal.SIGINT:
-            with raise_on_signals():
-                error = raised(number)
-            assert error is not None
-            assert error.exit_code == 128 + number
 
 
 def test_another_thread_than_the_main_one_handles_no_signals():

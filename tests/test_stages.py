@@ -31,33 +31,6 @@ def stage(out: Path, *words: str):
     return experiment
 
 
-@pytest.mark.parametrize("family", [pytest.param("llama", marks=pytest.mark.slow), "qwen2"])
-def test_the_chain_from_sft_to_ppo_needs_no_tokenizer_flag(tmp_path, pairs, family, recwarn):
-    """With qwen2, transformers alone reads the tokenizer as Qwen's, which drops blanks and newlines."""
-    model, data = save_tiny(tmp_path / "model", family), f"data.path={pairs}"
-    sft, reward, ppo = (tmp_path / name for name in ("sft", "reward", "ppo"))
-    stage(
-        sft,
-        "experiment=sft",
-        f"models.actor.path={model}",
-        data,
-        "data.response_column=chosen",
-    )
-    stage(reward, "experiment=reward_model", f"models.reward.path={sft}/final/actor", data)
-    stage(
-        ppo,
-        "experiment=ppo",
-        f"models.actor.path={sft}/final/actor",
-        f"models.reward.path={reward}/final/reward",
-        data,
-        "interfaces.actor.generation.max_new_tokens=8",
-        "interfaces.actor.n_minibatches=1",
-    )
-    for folder in (sft / "final/actor", reward / "final/reward", ppo / "final/actor", ppo / "final/critic"):
-        assert AutoTokenizer.from_pretrained(folder)(TEXT)["input_ids"] == tiny_tokenizer()(TEXT)["input_ids"]
-    assert not [w for w in recwarn if "tokeniz" in str(w.message)]
-
-
 def test_one_tokenizer_flag_serves_all_roles(tmp_path, pairs):
     """Neither the folder of the actor nor that of the reference contains a tokenizer."""
     model = save_tiny(tmp_path / "model")

@@ -7,7 +7,7 @@ import unicodedata
 
 import pytest
 
-from realign.text import for_terminal, headline, log_file, part_over, shorten, visible
+from realign.text import for_terminal, headline, log_file, part_over, visible
 
 
 def raised(error: BaseException) -> str:
@@ -15,10 +15,6 @@ def raised(error: BaseException) -> str:
         raise error
     except BaseException as caught:
         return "".join(traceback.format_exception(caught)).rstrip()
-
-
-def test_control_characters_are_escaped_except_tabs_and_newlines():
-    assert visible("a\x1b[31m\tb\nc\x00") == "a\\x1b[31m\tb\nc\\x00"
 
 
 def test_every_control_format_and_separator_character_is_escaped():
@@ -38,21 +34,11 @@ def test_a_text_for_the_terminal_has_no_user_of_a_url():
     assert for_terminal(told) == "https://***@host/a@b, s3://***@bucket, git@host, https://host/@me"
 
 
-def test_a_shortened_text_keeps_its_start_and_end():
-    assert shorten("abc", 3) == "abc"
-    assert shorten("a" * 50 + "b" * 50, 10) == "aaaaa ... (90 characters omitted) ... bbbbb"
-
-
 def test_the_headline_of_a_traceback_is_its_last_exception_without_notes():
     error = ValueError("two\nlines")
     error.__cause__ = KeyError("first")
     error.add_note("a note")
     assert headline(raised(error)) == "ValueError: two"
-
-
-@pytest.mark.parametrize("message", ["no answer within timeout_s=3", "returned 'x' (str)\nmore", ""])
-def test_the_headline_of_another_message_is_its_first_line(message):
-    assert headline(message) == message.partition("\n")[0]
 
 
 def test_the_log_file_is_that_of_the_nearest_logger_that_writes_one(tmp_path):
@@ -88,11 +74,3 @@ def test_a_text_with_too_many_tokens_is_found_by_a_part_of_it(end):
     assert text.endswith(part) if end else text.startswith(part)
     assert len(part.split()) > 1000
     assert sum(tokenizer.lengths) < 50_000
-
-
-def test_a_text_that_may_fit_is_no_part():
-    tokenizer = Words()
-    assert part_over(tokenizer, "a " * 1000, 1) is None  # short: not tokenized
-    assert tokenizer.lengths == []
-    assert part_over(tokenizer, "a" + " " * 10**6 + "b", 2) is None
-    assert part_over(tokenizer, "a" * 10**6, 1) is None

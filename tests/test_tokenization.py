@@ -121,22 +121,6 @@ def test_a_token_that_crosses_the_end_of_a_written_part_belongs_to_it():
     assert not divided.joined
 
 
-def test_whitespace_that_a_tokenizer_joins_behind_a_prompt_is_found_in_the_tokens():
-    """GPT-2 splits a line break at the end of a text and before a word differently, at the same place of the text."""
-    core = Tokenizer(models.BPE(**_with_line_breaks()))
-    core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core)
-    (divided,) = Tokens(tokenizer).divide([[("a\n\n", False), ("b", True)]])
-    assert words_of(tokenizer, [ids_of(tokenizer, "a\n\nb")]) == [["a", "Ċ", "Ċ", "b"]]
-    assert words_of(tokenizer, divided.parts) == [["a", "ĊĊ"], ["b"]]
-    assert divided.joined == "a\n\n"
-
-
-def _with_line_breaks():
-    words = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "ĊĊ"]
-    return {"vocab": {word: i for i, word in enumerate(words)}, "merges": [("Ċ", "Ċ")]}
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("end", ["1 ", "1", "\n", "hello", "<|im_end|>\n"])
 def test_a_long_context_is_divided_like_a_short_one(kind, end):
@@ -149,13 +133,6 @@ def test_a_long_context_is_divided_like_a_short_one(kind, end):
         assert divided.parts[0] == context
         if whole[: len(context)] == context:
             assert divided.parts[1] == whole[len(context) :]
-
-
-def test_the_text_of_a_token_is_that_within_a_text():
-    tokenizer = chat_tokenizer(None, kind="blank")
-    ids = ids_of(tokenizer, "hi Yes.<|im_end|>")
-    assert "".join(Tokens(tokenizer).texts(ids)) == " hi Yes.<|im_end|>"
-    assert "".join(Tokens(tokenizer).texts(ids, special=False)) == " hi Yes."
 
 
 ZEPHYR = (
@@ -207,11 +184,3 @@ def test_all_kinds_of_rows_have_the_prompt_of_generation(kind, given_, answer):
     ids, trained = sequence
     assert list(ids[: trained.find(1)]) == ids_of(tokenizer, given_)
     assert tokenizer.decode(ids[:-1]) == given_ + answer
-
-
-def test_a_shared_token_is_reported_once_with_its_place():
-    encoder = SupervisedData("r").encoder(chat_tokenizer(None, kind="blank"))
-    rows = [("row", {"prompt": "1+1= ", "completion": answer}) for answer in ("Yes", "hi", "hello")]
-    with pytest.warns(UserWarning, match=r"joins the end of a prompt, '1\+1= ', with its response") as caught:
-        list(encoder.encode(rows))
-    assert len(caught) == 1

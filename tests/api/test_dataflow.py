@@ -234,11 +234,6 @@ def test_trap_g6_a_sync_of_a_role_without_a_network_is_refused() -> None:
         synced.check_roles(ROLES, ["actor", "ref"])
 
 
-def test_a_sync_is_told_for_people() -> None:
-    assert Sync("actor").describe() == "actor"
-    assert Sync("actor", weight=0.1, every_steps=10).describe() == "0.9 own + 0.1 actor, every 10 steps"
-
-
 def test_the_nearest_name_is_suggested_and_all_are_listed() -> None:
     assert nearest("rewrd", ["values", "reward"]) == "; did you mean 'reward'? (valid: reward, values)"
     assert nearest("zzz", ["b", "a"]) == " (valid: a, b)"

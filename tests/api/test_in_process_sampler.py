@@ -4,12 +4,10 @@ import threading
 from dataclasses import replace
 
 import pytest
-import torch
 
-from realign.api import GenerationConfig, InProcessSampler, Request, SequenceSample
+from realign.api import GenerationConfig, InProcessSampler, SequenceSample
 from realign.api.in_process_sampler import IN_PROCESS
 from realign.api.sampler import requests_of
-from realign.errors import ConfigError
 from realign.testing import SAMPLER_CHECKS, BigramEngine, check_sampler
 from tests.table_sampler import CONFIG, prompts
 from tests.tiny import tiny_engine
@@ -60,16 +58,6 @@ class Counting(BigramEngine):
         return super().generate(data, config, seed=seed)
 
 
-def test_requests_that_wait_are_one_call_of_the_engine():
-    engine = Counting()
-    sampler = InProcessSampler(engine)
-    handles = [sampler.submit(r) for r in requests_of(prompts(), CONFIG, 1)]
-    assert engine.calls == []
-    handles[-1].result()
-    assert engine.calls == [(("a", "b", "c", "d"), 3)]
-    assert all(handle.done for handle in handles)
-
-
 def test_requests_that_arrive_while_the_first_one_is_awaited_are_sampled_with_it(monkeypatch):
     engine = Counting()
     sampler = InProcessSampler(engine)
@@ -83,15 +71,6 @@ def test_requests_that_arrive_while_the_first_one_is_awaited_are_sampled_with_it
     monkeypatch.setattr("realign.api.in_process_sampler.time.sleep", arrives)
     sampler.submit(first).result()
     assert engine.calls == [(("a", "b", "c", "d"), 3)]
-
-
-def test_an_error_of_the_engine_is_the_result_of_the_requests_of_its_call():
-    sampler = InProcessSampler(tiny_engine())
-    good = sampler.submit(Request("a", 0, torch.tensor([3]), TEXT, 0))
-    bad = sampler.submit(Request("b", 0, torch.tensor([3]), replace(TEXT, stop_token_ids=[9999]), 0))
-    assert len(good.result().ids)
-    with pytest.raises(ConfigError, match="stop token 9999"):
-        bad.result()
 
 
 def test_pause_update_and_timeouts_wait_for_the_engine():

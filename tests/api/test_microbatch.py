@@ -6,7 +6,6 @@ import math
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -190,18 +189,3 @@ def test_restore_takes_one_part_for_each_microbatch_in_order() -> None:
         batches.restore(results[:2])
     with pytest.raises(ValueError, match="got ids 'c' for the micro-batch with ids 'a'"):
         batches.restore([results[2], results[1], results[0]])
-
-
-def test_restore_refuses_parts_that_do_not_fit() -> None:
-    batches = batch().split(MicroBatchSpec(3))
-    scored = [mb.with_sequences(score=torch.zeros(mb.n_sequences)) for mb in batches]
-    parts = [mb.select(["score"]) for mb in scored]
-    with pytest.raises(ValueError, match="key 'score' is missing for ids 'b', but present for others"):
-        batches.restore([parts[0], parts[1].select([]), parts[2]])
-    with pytest.raises(
-        ValueError, match="key 'prompt_ids' has 1 sequences, expected 2 for the micro-batch with ids 'a'"
-    ):
-        batches.restore([mb.select(["prompt_ids"]) for mb in batches])
-    double = [parts[0], parts[1].with_data({"score": torch.zeros(1).double()}, like="score"), parts[2]]
-    with pytest.raises(ValueError, match="key 'score' is float64 for 'b', but float32 for 'a'"):
-        batches.restore(double)

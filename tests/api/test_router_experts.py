@@ -15,15 +15,6 @@ def experts(tokens, first=0):
     return torch.arange(first, first + 4 * tokens).view(tokens, 4).to(torch.int16)
 
 
-def test_sequences_without_a_record_have_unknown_choices():
-    data = with_experts(batch(), [experts(2), None, experts(3, 50)])
-    assert data.lengths[ROUTER_EXPERTS].as_tuples() == ((2, 0), (3,))
-    unknown = torch.full((1, 4), -1, dtype=torch.int16)
-    assert torch.equal(experts_per_token(data), torch.cat([experts(2), unknown, experts(3, 50)]))
-    whole = with_experts(batch(), [experts(2), experts(1), experts(3)])
-    assert torch.equal(experts_per_token(whole), whole[ROUTER_EXPERTS])
-
-
 def test_batches_with_and_without_records_are_joined_and_split():
     known = with_experts(batch(), [experts(2), experts(1), experts(3)])
     both = SequenceSample.gather([without_experts(batch("b")), known])

@@ -329,14 +329,6 @@ def test_a_bad_sample_is_refused_by_name(build: Any, message: str) -> None:
         build(example())
 
 
-def test_gather_refuses_two_dtypes_and_two_widths() -> None:
-    a, b = example().unpack()
-    with pytest.raises(ValueError, match="key 'x' is int64 for 'b', but float32 for 'a'"):
-        SequenceSample.gather([a.with_tokens(x=torch.zeros(3)), b.with_tokens(x=torch.zeros(3).long())])
-    with pytest.raises(ValueError, match=r"key 'x' is float32 with rows of shape \[2\] for 'b', but float32 for 'a'"):
-        SequenceSample.gather([a.with_tokens(x=torch.zeros(3)), b.with_tokens(x=torch.zeros(3, 2))])
-
-
 def test_a_cut_group_keeps_its_prompt_and_refuses_what_cannot_be_cut() -> None:
     sample = SequenceSample.from_sequences(
         ["a"], {"input_ids": [[[1, 2], [3, 4], [5]]], "prompt_ids": [[[9]]], "pairs": [[[1], [2]]]}
@@ -455,23 +447,6 @@ def test_every_prompt_stands_whole_in_one_part_and_comes_back(nested: list[list[
     assert same(parts.restore(list(parts)), whole)
 
 
-def test_ranks_without_prompts_need_no_keys_to_come_back() -> None:
-    parts = shard(batch([[4], [2]]), 3, "input_ids")
-    assert [len(part) for part in parts] == [1, 1, 0]
-    results = [part.select(["score"]) for part in parts[:2]]
-    back = parts.restore([*results, SequenceSample(())])
-    assert back["score"].tolist() == [0, 1]
-    assert parts[2]["input_ids"].dtype == torch.int64
-
-
-def test_results_that_do_not_fit_are_refused() -> None:
-    parts = shard(batch([[4], [2]]), 2, "input_ids")
-    with pytest.raises(ValueError, match="restore got 1 results for 2 ranks"):
-        parts.restore([parts[0]])
-    with pytest.raises(ValueError, match=r"ids 'p1' for rank 0, whose part has 'p0'"):
-        parts.restore([parts[1], parts[0]])
-
-
 def test_what_cannot_be_cut_is_refused() -> None:
     with pytest.raises(ValueError, match="n=0: a batch needs at least 1 rank"):
         shard(batch([[1]]), 0, "input_ids")
@@ -493,17 +468,3 @@ def test_tokens_keep_what_says_whose_they_are_through_every_selection():
     assert with_response_index(left)["response_index"].tolist() == [0, 2, 0]  # never numbered again
     assert sample.select(["other"]).keys == {"other"}
     assert with_response_index(sample.take([]).select(["input_ids"]))["response_index"].tolist() == []
-
-
-def test_episodes_are_counted_by_their_first_sequence_in_a_mask():
-    sample = numbered()
-    first, second, third = sample.episode_index()[[0, 1, 3]].tolist()
-    assert len({first, second, third}) == 3
-    assert sample.episode_index()[2] == second
-    assert sample.once_per_episode(torch.ones(4, dtype=torch.bool)).tolist() == [True, True, False, True]
-    mask_S = torch.tensor([False, False, True, True])
-    assert sample.once_per_episode(mask_S).tolist() == [False, False, True, True]
-    assert sample.of_whole_episodes(mask_S).tolist() == [False, True, True, True]
-    alone = SequenceSample.from_sequences(["a"], {"input_ids": [[[1], [2]]]})
-    assert alone.episode_index().tolist() == [0, 1]
-    assert alone.once_per_episode(torch.tensor([False, True])).tolist() == [False, True]

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import threading
-
 import pytest
 import torch
 
@@ -111,20 +109,6 @@ def test_a_model_samples_with_its_engine_at_its_version_or_with_its_external_sam
         copy.close()
     with pytest.raises(ValueError, match="role 'rule' has no model"):
         _ = Model("rule", None).sampler
-
-
-def test_many_threads_of_one_handle_get_one_result():
-    sampler = table()
-    handle = sampler.submit(requests_of(prompts("a"), CONFIG, 0)[0])
-    results: list[list[int]] = []
-    threads = [threading.Thread(target=lambda: results.append(handle.result(60).ids.tolist())) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    sampler.close()
-    assert len(results) == 8
-    assert all(ids == results[0] for ids in results)
 
 
 def test_the_seed_of_a_response_follows_from_seed_id_and_index():

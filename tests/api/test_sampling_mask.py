@@ -29,13 +29,6 @@ def test_the_record_of_a_response_stands_at_its_tokens():
     assert support_of(batch(), CPU) is None
 
 
-def test_records_are_joined_and_cut():
-    mask = SamplingMask.none(2).then(SamplingMask.of([[7, 2], [3]])).then(SamplingMask.none(1))
-    assert sets(mask) == [[], [], [7, 2], [3], []]
-    assert [sets(mask.last(n)) for n in (0, 2, 3)] == [[], [[3], []], [[7, 2], [3], []]]
-    assert sets(SamplingMask.of([])) == []
-
-
 def test_sizes_must_match_the_ids_and_the_tokens():
     with pytest.raises(ValueError, match="sequence 1 has 1 tokens, but its sampling mask has 2"):
         with_masks(batch(), [None, SamplingMask.none(2), None])

@@ -7,7 +7,7 @@ from enum import StrEnum, auto
 
 import pytest
 
-from realign.cli.arguments import OPTION_NAMES, split_options, unknown_option, with_overrides_for_flags
+from realign.cli.arguments import split_options, with_overrides_for_flags
 from realign.config.errors import ConfigError
 from realign.errors import SettingsError
 from realign.settings import Count, Settings
@@ -52,15 +52,6 @@ class Options(Settings):
 )
 def test_flags_of_known_keys_become_overrides(argv, expected):
     assert with_overrides_for_flags(argv) == expected
-
-
-def test_no_option_is_hidden_by_a_key():
-    assert {"--help", "-m", "--config-dir", "--shell-completion"} <= set(OPTION_NAMES)
-    assert [with_overrides_for_flags([option]) for option in OPTION_NAMES] == [[option] for option in OPTION_NAMES]
-
-
-def test_an_unknown_option_is_answered_with_the_nearest():
-    assert unknown_option(["--frmat", "svg"]).startswith("unrecognized arguments: --frmat svg; did you mean 'format'?")
 
 
 def test_options_are_separated_from_the_overrides_of_the_experiment():

@@ -1,12 +1,11 @@
 import json
-import logging
 import re
 import warnings
 
 import pytest
 
 from realign.cli import commands as cli
-from realign.cli.check import count_warnings, keeps_tokens, verdict
+from realign.cli.check import verdict
 from tests.data.chat_templates import CHATML, assistant, chat_tokenizer, user
 from tests.tiny import tiny_model
 
@@ -22,25 +21,6 @@ from tests.tiny import tiny_model
 def test_the_last_line_counts_warnings(n, line):
     assert verdict(n) == line
     assert verdict(n, caches=True) == line.replace("written.", "written outside of the cache folder.")
-
-
-def test_the_last_line_knows_whether_some_data_keeps_tokens():
-    data = {"path": "a.jsonl", "cache": False}
-    assert not keeps_tokens({"data": data, "evaluations": {"a": {"data": None}}})
-    assert keeps_tokens({"data": data, "evaluations": {"a": {"data": {"prompts": {**data, "cache": True}}}}})
-
-
-def test_distinct_warnings_are_counted_and_still_shown(caplog):
-    with warnings.catch_warnings(record=True) as warned, count_warnings() as shown:
-        warnings.simplefilter("always")
-        for text in ("one", "two", "one"):
-            warnings.warn(text, stacklevel=1)
-        logging.getLogger("realign.data.dataset").warning("three %d", 3)
-        logging.getLogger("realign.data.dataset").info("no warning")
-        logging.getLogger("elsewhere").warning("of another package")
-    assert set(shown) == {"one", "two", "three 3"}
-    assert [str(w.message) for w in warned] == ["one", "two", "one"]
-    assert "three 3" in caplog.text
 
 
 @pytest.fixture
@@ -111,39 +91,6 @@ def test_check_says_that_nothing_would_be_learned_if_no_response_has_a_reward(he
     out = capsys.readouterr().out
     assert "All good" in out
     assert re.search(r"reward calls +half\(solution_str, \*\*more\), as verl calls it", out)
-
-
-def test_known_answers_are_scored_as_functions_see_them_without_special_tokens(here, capsys):
-    tokenizer = chat_tokenizer(CHATML)
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<think>", "</think>", "<answer>", "</answer>"]}, False)
-    tokenizer.save_pretrained("model")
-    tiny_model("llama", attention="eager", vocab_size=len(tokenizer)).save_pretrained("model")
-    rows = [{"messages": [user(f"1+{n}=")], "answer": 1.0 + n} for n in range(4)]
-    (here / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    words = ["check", "experiment=grpo", "models.actor.path=model", "data.path=sums.jsonl", "batch_prompts=4"]
-    words += ["interfaces.actor.generation.max_new_tokens=2", "interfaces.reward.known_answer=answer"]
-    words += ["interfaces.reward.known_answer_template='<think></think><answer>{answer}</answer>'"]
-    function = "function: realign.rewards.tags:tagged_answer".replace(": r", ': "r') + '"'
-    assert cli.main([*words, f"interfaces.reward.functions={{tags: {{{function}}}}}"]) == 2
-    assert "Functions do not see special tokens of the tokenizer, such as '<think>'" in capsys.readouterr().err
-    assert cli.main([*words, f"interfaces.reward.functions={{tags: {{{function}, special_tokens: true}}}}"]) == 0
-    assert "mean reward 1 of right answers, 0 of wrong answers (4 rows)" in capsys.readouterr().out
-
-
-def test_check_does_not_say_all_good_after_a_warning(here, capsys):
-    with (here / "messages.jsonl").open("a") as file:
-        file.write(json.dumps({"messages": [user("a" * 200), assistant("b")]}) + "\n")
-    words = ["experiment=sft", "models.actor.path=model", "data.path=messages.jsonl", "batch_prompts=4"]
-    assert cli.main(["check", *words, "data.max_tokens=64"]) == 0
-    out = capsys.readouterr().out
-    assert "All good" not in out
-    assert out.endswith("Finished with 1 warning (see above): nothing was trained, nothing was written.\n")
-
-
-def test_the_launch_shows_the_same_row(here, capsys):
-    words = ["experiment=sft", "models.actor.path=model", "data.path=messages.jsonl", "batch_prompts=4", "steps=1"]
-    assert cli.main([*words, "save_every_steps=null"]) == 0
-    assert f"{START}  | [[hi<|im_end|>]]\n" in capsys.readouterr().out
 
 
 def test_check_shows_the_rewards_of_known_answers(here, capsys):

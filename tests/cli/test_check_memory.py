@@ -39,22 +39,11 @@ def test_the_table_has_a_column_per_role_and_a_line_per_device(capsys):
     assert max(map(len, out.splitlines())) <= 80
 
 
-def test_a_device_has_a_line(capsys):
-    actor = RoleMemory("cpu", 4 * MIB, moments=8 * MIB, gradients=4 * MIB, activations=50 * MIB, cache=3 * MIB)
-    print_memory(Console(width=150), [DeviceEstimate("cpu", {"actor": actor}, free=100 * MIB)], 512)
-    assert capsys.readouterr().out.endswith("cpu: 12 MiB between calls, peak 66 MiB, 100 MiB free\n")
-
-
 def test_a_device_that_is_too_small_is_a_warning():
     device = DeviceEstimate("cpu", {"actor": RoleMemory("cpu", 4 * MIB)}, free=MIB, processes=2)
     with pytest.warns(UserWarning, match="cpu: weights and optimizer state need 8 MiB, but 1 MiB are free"):
         print_memory(Console(width=150), [device], 1)
     assert summary(device) == "cpu in 2 processes: 8 MiB between calls, peak 8 MiB, 1 MiB free"
-
-
-def test_roles_without_an_estimate_print_nothing(capsys):
-    print_memory(Console(), [], 1)
-    assert capsys.readouterr().out == ""
 
 
 def test_check_prints_the_estimate_before_it_loads_weights(tmp_path, monkeypatch, capsys):
@@ -82,19 +71,6 @@ def test_check_shows_the_mesh_of_each_role_and_the_memory_of_a_rank(tmp_path, mo
     assert "cpu in 8 processes: " in out
     assert cli.main(["check", *words, "models.actor.sharding.replicate=3"]) == 2
     assert "models.actor.sharding.replicate=3: must divide the number of ranks (8)" in capsys.readouterr().err
-
-
-def test_check_estimates_the_memory_of_the_rows_that_it_read(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "200")
-    save_tiny(tmp_path / "model")
-    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "1+1=", "response": "2"}) + "\n")
-    words = ["experiment=sft", "models.actor.path=model", "data.path=rows.jsonl", "batch_prompts=1"]
-    assert cli.main(["check", *words]) == 0
-    before, after = capsys.readouterr().out.split("\nData\n")
-    assumed, read = (re.search(r"between calls, peak ([\d,]+) MiB", part) for part in (before, after))
-    assert "the longest row has 6 tokens; estimate with it: cpu: " in after
-    assert int(read[1]) < int(assumed[1])
 
 
 def test_check_warns_about_memory_that_the_rows_need_and_not_about_that_of_the_limits(tmp_path, monkeypatch):

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import gc
 import json
 import os
 import re
@@ -14,7 +13,7 @@ import yaml
 import realign
 from realign.cli import commands as cli
 from realign.config import experiment
-from realign.config.files import Files, experiments_dir, list_experiments
+from realign.config.files import Files, experiments_dir
 from realign.runtime.checks import before_loading
 from tests.config_parts import EXPERIMENT, write_experiment
 from tests.processes import CHECKOUT, printed_without, python
@@ -46,13 +45,6 @@ def test_help_lists_commands_and_experiments_without_torch_or_hydra(here):
 def test_a_config_is_composed_without_torch(here):
     out = printed_without({"torch", "transformers"}, ["--cfg", "job", "experiment=grpo_arithmetic"], here)
     assert "realign.interfaces.grpo.GRPOActorInterface" in out
-
-
-def test_the_examples_of_the_help_name_experiments_that_exist(capsys):
-    assert cli.main(["--help"]) == 0
-    named = set(re.findall(r"experiment=([a-z]\w*)", capsys.readouterr().out))
-    assert named
-    assert named <= set(list_experiments())
 
 
 @pytest.mark.parametrize(
@@ -121,12 +113,6 @@ def test_train_is_the_default_command_and_flags_and_names_of_other_tools_work(he
     assert realign_main("train", "experiment=bigram", "--max-steps", "1", "--output-dir=größe (1)") == 0
     assert capsys.readouterr().err == "note: max_steps=1 was read as steps=1\n"
     assert len((here / "größe (1)" / "metrics.jsonl").read_text().splitlines()) == 2
-
-
-def test_a_command_of_a_package_that_is_not_installed_says_how_to_install_it(here, monkeypatch, capsys):
-    monkeypatch.setattr("importlib.metadata.entry_points", lambda group, name: ())
-    assert cli.main(["plan", "experiment=bigram"]) == 2
-    assert capsys.readouterr().err == "error: realign plan is a package of its own: pip install realign-planner\n"
 
 
 def test_a_yaml_file_is_an_experiment(here, capsys):
@@ -211,16 +197,6 @@ def test_a_sweep_makes_one_folder_for_each_run(here):
     assert [p.name for p in here.iterdir()] == ["runs"]
 
 
-def test_a_sweep_may_start_its_runs_in_batches(here):
-    words = ["experiment=bigram", "steps=1"]
-    batches = ["hydra.sweeper.max_batch_size=1", "hydra.sweep.dir='all/${name}'"]
-    assert realign_main("-m", *words, "seed=1,2", *batches) == 0
-    folder = here / "all" / "bigram"
-    assert sorted(path.name for path in folder.iterdir()) == ["0", "1"]
-    assert [yaml.safe_load((folder / str(i) / "config.yaml").read_text())["seed"] for i in range(2)] == [1, 2]
-    assert yaml.safe_load((folder / "1" / ".hydra" / "overrides.yaml").read_text()) == [*words, "seed=2"]
-
-
 def test_a_mistake_in_a_sweep_is_one_line(here, capsys):
     assert realign_main("-m", "experiment=bigram", "interfaces.actor.epochs=0,1") == 2
     err = capsys.readouterr().err
@@ -261,21 +237,6 @@ def test_check_does_everything_but_train(here, capsys, monkeypatch):
     ):
         assert part in out, part
     assert list(here.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("output_dir=blocked/run", "blocked' is not a folder"),
-        ("graph={_target_: tests.config_parts.one_call}", "interfaces.actor needs key 'loss_mask' in train_step"),
-    ],
-)
-def test_check_finds_what_would_have_failed_later(here, capsys, override, message):
-    (here / "blocked").write_text("a file")
-    assert realign_main("check", "experiment=bigram", override) == 2
-    err = capsys.readouterr().err
-    assert err.count("\n") == 1
-    assert message in err
 
 
 def test_ctrl_c_is_one_line_and_exit_130(here, capsys, monkeypatch):
@@ -334,23 +295,6 @@ def test_experiments_are_found_from_an_installed_package_in_an_empty_folder(here
 
 
 @pytest.mark.parametrize(
-    ("given", "variables"),
-    [
-        ({}, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
-        ({"PYTORCH_ALLOC_CONF": ""}, {"PYTORCH_ALLOC_CONF": ""}),
-        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}),
-    ],
-)
-def test_memory_of_a_gpu_is_expandable_unless_the_user_configures_the_allocator(monkeypatch, given, variables):
-    for name in cli.ALLOCATOR:
-        monkeypatch.delenv(name, raising=False)
-    for name, value in given.items():
-        monkeypatch.setenv(name, value)
-    cli.use_expandable_segments()
-    assert {name: os.environ[name] for name in cli.ALLOCATOR if name in os.environ} == variables
-
-
-@pytest.mark.parametrize(
     ("line", "first"),
     [
         ("experiment=grpo steps=3", "realign train experiment=grpo: importing torch and transformers"),
@@ -371,26 +315,3 @@ def test_the_first_line_says_what_starts(line, first):
 def test_only_the_first_rank_prints_the_first_line(monkeypatch):
     monkeypatch.setenv("RANK", "1")
     assert cli.first_line(["experiment=grpo"]) == ""
-
-
-def test_a_process_of_the_command_line_prints_its_first_line_before_it_imports_torch(tmp_path):
-    code = """
-import sys
-from realign.cli.commands import main
-sys.argv[1:] = ["check", "experiment=nope"]
-write = sys.stdout.write
-sys.stdout.write = lambda text: write(f"{text} {'torch' in sys.modules}" if text.strip() else text)
-sys.exit(main())
-"""
-    done = python(code, tmp_path)
-    assert done.stdout == "realign check experiment=nope: importing torch and transformers False\n"
-    assert done.returncode == 2
-
-
-def test_garbage_is_collected_again_after_a_brief_command():
-    with cli.without_garbage_collection():
-        assert not gc.isenabled()
-        with cli.without_garbage_collection():
-            pass
-        assert not gc.isenabled()
-    assert gc.isenabled()

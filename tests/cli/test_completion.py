@@ -64,12 +64,6 @@ def test_candidates(line, expected):
     assert completions(line) == expected
 
 
-def test_an_empty_word_offers_commands_keys_and_groups_but_no_options():
-    words = completions("realign ")
-    assert {"train", "check", "help", "experiment=", "interfaces.", "steps="} <= set(words)
-    assert not any(word.startswith("-") for word in words)
-
-
 OWN = """\
 from dataclasses import dataclass
 from realign.api import GenerationConfig as Sampling
@@ -109,11 +103,6 @@ def test_fields_of_own_classes_are_offered_and_nothing_is_imported(tmp_path, mon
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     assert completions(f"realign --config-dir conf ./own.yaml {typed}") == expected
-
-
-def test_own_experiments_are_found(tmp_path):
-    write_experiment(tmp_path)
-    assert completions(f"realign --config-dir {tmp_path} experiment=big") == ["experiment=bigram"]
 
 
 def test_completion_imports_neither_torch_nor_hydra(tmp_path):

@@ -14,7 +14,6 @@ from realign.cli import commands as cli
 from realign.cli.arguments import read_arguments
 from realign.cli.evaluate import read_request
 from realign.config import build_experiment, compose
-from realign.config.errors import ConfigError
 from realign.runtime.local import LocalRuntime
 from tests.tiny import save_tiny
 
@@ -104,16 +103,6 @@ def test_a_file_of_sets_is_evaluated_whole_or_by_names():
     assert list(results("evals/modèle")) == ["other"]
 
 
-def test_a_loss_is_evaluated_on_demonstrations():
-    rows = [json.dumps({"prompt": "1+1=", "response": "2"}), json.dumps({"prompt": "2+2=", "response": "4"})]
-    Path("demonstrations.jsonl").write_text("\n".join(rows))
-    data = "evaluation.data.path=demonstrations.jsonl"
-    assert cli.main(["eval", "modèle", "experiment=sft", data, "data.path=demonstrations.jsonl"]) == 0
-    evaluation = results("evals/modèle")["evaluation"]
-    assert evaluation["metrics"]["loss"] > 0
-    assert evaluation["standard_errors"] == {}
-
-
 def test_the_weights_are_loaded_without_optimizer_and_training_data_is_not_read():
     words = ["evaluation.data.path=a.jsonl", "evaluation.reward.function=reward.py:score"]
     request = request_of("modèle", *words)
@@ -136,29 +125,6 @@ def test_the_folder_of_a_run_means_its_final_model():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "realign eval expects one model .* found none"),
-        (["a", "b"], r"found \['a', 'b'\]"),
-        (["modèle"], "evaluation is missing: the config has no evaluation"),
-        (["modèle", "evaluation.data.path=a.jsonl"], "interfaces.reward.function is missing"),
-        (["modèle", "eval.set=[x]"], "unknown key 'eval.set'; did you mean 'sets'"),
-        (["modèle", "eval.samples=0"], "eval.samples=0: must be at least 1"),
-        (["modèle", "missing.yaml"], "experiment=missing.yaml: this file does not exist"),
-        (["modèle", "evaluation.data.path=a.jsonl", "eval.role=critic"], "eval.role=critic: .*valid: actor"),
-        (
-            ["modèle", "evaluation.data.pth=a.jsonl", "interfaces.reward.function=x:y"],
-            "evaluation.data.path is missing",
-        ),
-        (["modèle", "evaluation.every=5", "evaluation.data.path=a.jsonl", "evaluation.reward.function=x:y"], "every"),
-    ],
-)
-def test_wrong_command_lines_are_configuration_errors(words, message):
-    with pytest.raises(ConfigError, match=message):
-        request_of(*words)
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
         (["./nowhere/actor", "evaluation.data.path=a.jsonl"], "models.actor.path='./nowhere/actor'"),
         (["a.jsonl", "evaluation.data.path=a.jsonl"], "models.actor.path='a.jsonl'"),
         (["modèle", "evaluation.data.path=missing.jsonl"], "evaluation.data.path: no file or folder 'missing.jsonl'"),
@@ -176,22 +142,3 @@ def test_bad_folders_data_and_names_end_with_exit_code_2_and_one_line(words, mes
     assert message in shown
     assert "\n" not in shown
     assert not Path("evals/modèle/results.json").exists()
-
-
-def test_an_earlier_result_is_kept_and_options_of_other_commands_are_errors(capsys):
-    Path("evals/modèle").mkdir(parents=True)
-    Path("evals/modèle/results.json").write_text("{}")
-    words = ["eval", "modèle", "evaluation.data.path=a.jsonl", "evaluation.reward.function=reward.py:score"]
-    assert cli.main(words) == 2
-    assert "contains an earlier result" in capsys.readouterr().err
-    assert Path("evals/modèle/results.json").read_text() == "{}"
-    assert cli.main([*words, "--to", "x"]) == 2
-    assert "it applies to realign export" in capsys.readouterr().err
-
-
-def test_torchrun_is_a_configuration_error(monkeypatch, capsys):
-    from realign.cli import evaluate
-
-    monkeypatch.setattr(evaluate, "is_one_of_many", lambda: True)
-    assert cli.main(["eval", "modèle", "evaluation.data.path=a.jsonl"]) == 2
-    assert "Start it without torchrun" in capsys.readouterr().err

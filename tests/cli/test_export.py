@@ -142,19 +142,6 @@ def test_the_model_card_tells_base_data_algorithm_metrics_config_and_version(run
     assert str(tmp_path) not in card
 
 
-def test_the_model_card_follows_the_stages_to_the_first_base_model(run, tmp_path):
-    second = tmp_path / "second"
-    adapter(second / "final" / "actor", tmp_path / "base")
-    config = yaml.safe_load((run / "config.yaml").read_text())
-    (run / "config.yaml").write_text(yaml.safe_dump(config | {"models": {"actor": {"path": "owner/start"}}}))
-    models = {"actor": {"path": str(run / "final" / "actor")}}
-    (second / "config.yaml").write_text(yaml.safe_dump(config | {"name": "more", "models": models}))
-    assert export(second, "--to", tmp_path / "out", "--merge") == 0
-    card = (tmp_path / "out" / "README.md").read_text()
-    assert "base_model: owner/start" in card
-    assert "| Earlier stages | my_grpo |" in card
-
-
 def test_no_link_that_leads_out_of_the_folder_is_followed(tmp_path, capsys):
     (tmp_path / "secret").write_text("PRIVATE KEY")
     for number, name in enumerate(("notes.txt", "chat_template.jinja", "additional_chat_templates/x.jinja", "code")):
@@ -166,27 +153,6 @@ def test_no_link_that_leads_out_of_the_folder_is_followed(tmp_path, capsys):
         assert f"{str(model / name)!r} is a link to" in error
         assert str(tmp_path) in error.partition("is a link to")[2]
         assert not (tmp_path / "out").exists()
-
-
-def test_no_link_of_the_base_model_is_followed(run, tmp_path, capsys):
-    (tmp_path / "secret").write_text("PRIVATE KEY")
-    (tmp_path / "base" / "chat_template.jinja").symlink_to(tmp_path / "secret")
-    assert export(run, "--to", tmp_path / "out", "--merge") == 2
-    assert "chat_template.jinja' is a link to" in capsys.readouterr().err
-
-
-def test_a_linked_model_of_a_run_is_refused(run, tmp_path, capsys):
-    (run / "final" / "actor").rename(tmp_path / "private")
-    (run / "final" / "actor").symlink_to(tmp_path / "private")
-    assert export(run, "--to", tmp_path / "out") == 2
-    assert "final/actor' is a link to" in capsys.readouterr().err
-    (run / "final" / "actor").unlink()
-    (run / "final").rmdir()
-    (tmp_path / "models" / "actor").parent.mkdir()
-    (tmp_path / "private").rename(tmp_path / "models" / "actor")
-    (run / "final").symlink_to(tmp_path / "models")
-    assert export(run, "--to", tmp_path / "out") == 2
-    assert "final' is a link to" in capsys.readouterr().err
 
 
 def test_a_model_in_the_cache_of_the_hub_is_exported_as_regular_files(tmp_path, capsys):
@@ -228,19 +194,6 @@ def test_merging_runs_no_code_of_the_base_model(answer, run, tmp_path, capsys, m
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_run_without_a_final_model_is_named_as_such(run, tmp_path, capsys):
-    (run / "final").rename(run / "step_000010")
-    assert export(run, "--to", tmp_path / "out") == 2
-    error = capsys.readouterr().err
-    assert (
-        f"the run has not saved a final model. Choose one of its other models, such as '{run}/step_000010/actor'"
-        in error
-    )
-    (run / "step_000010").rename(tmp_path / "elsewhere")
-    assert export(run, "--to", tmp_path / "out") == 2
-    assert "the run has not saved a final model. Wait until it ends" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -267,11 +220,6 @@ def test_a_mistake_of_an_export_is_one_line(run, tmp_path, capsys, words, messag
     assert len(error.strip().splitlines()) == 1
     assert re.search(message, error)
     assert not (tmp_path / "new").exists()
-
-
-def test_options_of_export_are_refused_elsewhere(capsys):
-    assert cli.main(["check", "experiment=sft", "--push", "a/b"]) == 2
-    assert "it applies to realign export" in capsys.readouterr().err
 
 
 class Hub(BaseHTTPRequestHandler):
@@ -347,13 +295,3 @@ def test_a_model_is_pushed_to_the_hub_and_the_token_is_never_printed(hub, run, t
     assert {token for path, token in hub.requests if "/commit/" in path} == {f"Bearer {TOKEN}"}
     assert TOKEN not in done.stdout + done.stderr
     assert not any(TOKEN.encode() in content for content in hub.files.values())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("status", "code"), [(403, 2), (400, 2)])
-def test_a_push_that_the_hub_refuses_is_one_line_without_the_token(hub, run, tmp_path, status, code):
-    hub.refuses = status
-    done = push(hub, run, tmp_path)
-    assert done.returncode == code
-    assert "--push owner/name: the hub refuses" in done.stderr
-    assert TOKEN not in done.stdout + done.stderr

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
 import pytest
 
@@ -15,14 +15,14 @@ from realign.api import (
     rl_graph,
 )
 from realign.cli.launch_table import derived_rows
-from realign.engines import OptimizerSpec, SharedModel, TransformersModel
+from realign.engines import TransformersModel
 from realign.errors import ConfigError
-from realign.interfaces.components import EarlyStop, ImportanceCorrection, KLPenalty, RatioRange, RewardShaping
+from realign.interfaces.components import ImportanceCorrection, RatioRange
 from realign.interfaces.ppo import PPOActorInterface
 from realign.interfaces.rule_reward import RuleRewardInterface
-from realign.models import DType, Value
+from realign.models import DType
 from realign.rewards.terms import FunctionTerm
-from realign.runtime import DynamicSampling, Evaluation, Experiment
+from realign.runtime import Evaluation, Experiment
 from realign.runtime.checks.parts import check_parts
 from realign.samplers import InProcessSampling
 from realign.settings import Settings
@@ -110,26 +110,6 @@ def test_rows_of_a_graph_with_two_trained_roles():
     }
 
 
-@dataclass
-class HingeKL(KLPenalty):
-    free: float = 0.1
-
-    def estimate(self, logprobs_T, ref_logprobs_T):
-        return (logprobs_T - ref_logprobs_T - self.free).clamp(min=0)
-
-
-@dataclass
-class Squashed(RewardShaping):
-    width: float = 2.0
-
-    def shape(self, moments, rewards_S):
-        return (super().shape(moments, rewards_S) / self.width).tanh()
-
-
-class Sudden(EarlyStop):
-    """Adds no fields, and is not decorated."""
-
-
 def actor_rows(actor: PPOActorInterface) -> dict[str, str]:
     interfaces = {"actor": actor, "reward": RuleRewardInterface("module:function")}
     return dict(derived_rows(experiment(graph=rl_graph(interfaces), interfaces=interfaces, models={"actor": Bigram()})))
@@ -139,11 +119,6 @@ DEFAULTS = PPOActorInterface()
 PLACES = [f.name for f in fields(DEFAULTS) if isinstance(getattr(DEFAULTS, f.name), Settings)]
 
 
-def test_components_of_the_package_are_not_named_by_their_classes():
-    assert {"objective", "advantage", "kl", "reward", "truncation", "aggregation", "adv_norm"} < {*PLACES}
-    assert "classes of your own" not in actor_rows(PPOActorInterface(correction=ImportanceCorrection()))
-
-
 @pytest.mark.parametrize("place", PLACES)
 def test_a_component_of_the_user_is_named_with_its_class_and_fields(place):
     """By one rule, whatever `describe` of the component says."""
@@ -151,16 +126,6 @@ def test_a_component_of_the_user_is_named_with_its_class_and_fields(place):
     own = dataclass(type("Own", (type(getattr(DEFAULTS, place)),), body))
     row = actor_rows(PPOActorInterface(**{place: own()}))["classes of your own"]
     assert row == f"interfaces.actor.{place}: lab.Own (extra 3)"
-
-
-def test_a_penalty_of_the_user_is_not_called_k3():
-    rows = actor_rows(PPOActorInterface(kl=HingeKL("loss", free=0.5), reward=Squashed(), early_stop=Sudden(kl=0.1)))
-    assert rows["KL to reference"] == "in the loss, HingeKL, coefficient 0.05"
-    assert rows["classes of your own"].split("; ") == [
-        f"interfaces.actor.reward: {__name__}.Squashed (width 2.0)",
-        f"interfaces.actor.kl: {__name__}.HingeKL (free 0.5)",
-        f"interfaces.actor.early_stop: {__name__}.Sudden",
-    ]
 
 
 def test_nested_components_and_components_in_mappings_are_named_too():
@@ -175,34 +140,6 @@ def test_nested_components_and_components_in_mappings_are_named_too():
     )
 
 
-def test_steps_before_the_first_update_make_no_optimizer_step():
-    class Late(Actor):
-        def plan(self):
-            return replace(super().plan(), first_training_step=51, at_most=True)
-
-    rows = dict(derived_rows(experiment(interfaces={**experiment().interfaces, "actor": Late(epochs=4)})))
-    assert rows["actor: steps before the first update"] == "50"
-    assert rows["actor: optimizer steps per step"] == "4 at most (4 epochs x 1 mini-batch)"
-    assert rows["actor: total optimizer steps"] == "3,800 at most"
-
-
-def test_a_role_that_is_not_trained_has_no_rows_of_training():
-    e = experiment()
-    graph = DataflowGraph(tuple(rpc for rpc in e.graph.rpcs if rpc.name != "judge_train"), dataset_keys=("prompt_ids",))
-    models = {"actor": Bigram(), "judge": TransformersModel("folder", head=Value(), optimizer=OptimizerSpec(lr=1.0))}
-    rows = dict(derived_rows(experiment(graph=graph, models=models)))
-    assert not [name for name in rows if name.startswith("judge")]
-    assert rows["config keys never read"] == "models.judge.optimizer"
-
-
-def test_the_filter_of_dynamic_sampling_is_a_row():
-    rpcs = (RPC("judge", "judge", "inference", ("prompt_ids",), ("rewards",)),)
-    graph = DataflowGraph(rpcs, dataset_keys=("prompt_ids",))
-    e = experiment(dynamic_sampling=DynamicSampling(max_mean_reward=1.0), graph=graph)
-    expected = "groups with std of rewards > 0, mean reward < 1, out of up to 10 batches of 64 prompts"
-    assert dict(derived_rows(e))["dynamic sampling"] == expected
-
-
 def test_trap_b2_roles_with_different_temperatures_are_refused():
     assert experiment().temperatures == {
         "interfaces.actor.generation.temperature": 1.0,
@@ -212,18 +149,6 @@ def test_trap_b2_roles_with_different_temperatures_are_refused():
         ConfigError, match=r"^interfaces\.judge\.temperature=0\.7: it differs from interfaces\.actor\.gen"
     ):
         check_parts(experiment(interfaces={"actor": Actor(), "judge": Judge(temperature=0.7)}))
-
-
-def test_a_role_whose_plan_has_no_temperature_is_not_compared():
-    graph = DataflowGraph((RPC("a", "judge", "inference"), RPC("b", "rule", "inference")))
-    e = experiment(graph=graph, interfaces={"judge": Judge(0.5), "rule": CountThrees()}, models={"judge": Bigram()})
-    assert e.temperatures == {"interfaces.judge.temperature": 0.5}
-
-
-def test_roles_that_share_a_model_are_shown():
-    assert "roles that share a model" not in dict(derived_rows(experiment()))
-    rows = dict(derived_rows(experiment(models={"actor": Bigram(), "judge": SharedModel("actor", "reference", 2)})))
-    assert rows["roles that share a model"] == "judge: the frozen start of actor, top 2 layers"
 
 
 def test_samplers_that_are_not_bitwise_are_a_row():

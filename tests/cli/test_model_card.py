@@ -8,7 +8,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 
 from realign.cli.model_card import model_card
@@ -65,28 +64,3 @@ def test_the_card_contains_no_credentials(tmp_path):
     assert SECRET not in text
     for kept in ("OMP_NUM_THREADS: '4'", "--max-tokens 100", "https://***@h/mcp?api_key=***", "npx server", "'100'"):
         assert kept in text
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        "- 1",
-        "a: [",
-        "graph: x\nmodels: [1]\ninterfaces: {actor: 3}\ndata: 7\nsteps: {}\n",
-        "models: {actor: {path: ~no/x}}",
-    ],
-)
-@pytest.mark.parametrize("metrics", ['{"step": 1, "rew', '[1]\n{"step": {}, "reward": 1e999, "loss": "x", "kl": 2}\n'])
-def test_damaged_files_of_the_run_are_no_traceback(config, metrics, tmp_path):
-    text = card(tmp_path, config, metrics)
-    assert text.startswith("---\nlibrary_name: transformers\n")
-    assert ("| kl | 2 (step 0) |" in text) == ('"kl"' in metrics)
-
-
-def test_a_config_that_is_a_link_is_not_published(tmp_path):
-    (tmp_path / "private.yaml").write_text(f"token: {SECRET}\n")
-    card(tmp_path, {})
-    (tmp_path / "run" / "config.yaml").unlink()
-    (tmp_path / "run" / "config.yaml").symlink_to(tmp_path / "private.yaml")
-    model = tmp_path / "run" / "final" / "actor"
-    assert SECRET not in model_card("name", model, model, None)

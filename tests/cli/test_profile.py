@@ -49,13 +49,3 @@ def test_a_profile_can_start_from_a_checkpoint_of_the_run(bigram, tmp_path, caps
     assert cli.main(["profile", *bigram, *more]) == 0
     assert "Steps 4 to 4" in capsys.readouterr().out
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == metrics
-
-
-def test_errors_of_options_and_of_torchrun_are_one_line(bigram, capsys, monkeypatch):
-    assert cli.main(["profile", *bigram, "profile.steps=9"]) == 2
-    assert "profile.start=2 profile.steps=9: the command runs 10 steps" in capsys.readouterr().err
-    assert cli.main(["profile", *bigram, "profile.stop=9"]) == 2
-    assert "unknown key 'profile.stop'" in capsys.readouterr().err
-    monkeypatch.setattr("realign.cli.profile.is_one_of_many", lambda: True)
-    assert cli.main(["profile", *bigram]) == 2
-    assert "realign profile: it profiles one process" in capsys.readouterr().err

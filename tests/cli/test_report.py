@@ -27,15 +27,3 @@ def test_the_report_of_a_folder_of_runs_is_written_into_it(runs, capsys):
     assert cli.main(["report", str(runs / "a")]) == 0
     assert f"Report of 1 run: {runs}/a/report.html (" in capsys.readouterr().out
     assert list(Path.cwd().iterdir()) == []
-
-
-def test_a_report_of_several_folders_replaces_no_other_report(runs, capsys):
-    both = [str(runs / "a"), str(runs / "b")]
-    assert cli.main(["report", *both]) == 0
-    assert f"Report of 2 runs: {Path.cwd()}/report.html (" in capsys.readouterr().out
-    Path("report.html").write_text("precious")
-    assert cli.main(["report", *both]) == 2
-    assert "report.html exists in the current folder" in capsys.readouterr().err
-    assert Path("report.html").read_text() == "precious"
-    assert cli.main(["report", *both, "--out", "report.html"]) == 0
-    assert "precious" not in Path("report.html").read_text()

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from realign.cli import commands as cli
-from tests.config_parts import EXPERIMENT, write_experiment
+from tests.config_parts import write_experiment
 
 WORDS = ["--config-dir=conf", "experiment=bigram", "steps=2", "hydra.sweep.dir=all"]
 METRIC = "save_best=reward"
@@ -55,43 +55,6 @@ def test_seed_b21_a_search_tries_values_of_intervals_and_lists_and_names_the_bes
     )
     again = [yaml.safe_load((here / "again" / str(i) / "config.yaml").read_text()) for i in range(6)]
     assert [run["models"]["actor"]["lr"] for run in again] == first
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--trials", "2", METRIC], "no key to search. Give one several values: KEY=a,b or 'KEY=interval(a,b)'"),
-        (["--trials", "2", "seed=1,2"], "which runs are better? Set save_best"),
-        (["--trials", "0", METRIC, "seed=1,2"], "--trials 0: must be at least 1"),
-        (["--trials", "2", METRIC, "batch_prompts=glob(*)"], "glob(*): --trials searches lists"),
-    ],
-)
-def test_a_search_that_cannot_start_says_what_to_set(words, message, capsys):
-    pytest.importorskip("optuna", reason="needs the extra search")
-    assert cli.main([*WORDS, *words]) == 2
-    assert message in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_a_key_without_a_value_in_the_experiment_can_be_searched(here, capsys):
-    pytest.importorskip("optuna", reason="needs the extra search")
-    write_experiment(here / "conf", text=EXPERIMENT.replace("batch_prompts: 4", "batch_prompts: ???"))
-    assert cli.main([*WORDS, METRIC, "--trials", "2", "batch_prompts=4,8"]) == 0, capsys.readouterr().err
-    assert {values(here, number)["batch_prompts"] for number in range(2)} <= {4, 8}
-
-
-@pytest.mark.slow
-def test_parameters_of_the_experiments_file_are_searched_too(here, capsys):
-    pytest.importorskip("optuna", reason="needs the extra search")
-    params = "{batch_prompts: '4,8', 'interfaces.actor.epochs': 'int(interval(2,4))', seed: 5, steps: 3}"
-    write_experiment(here / "conf", text=f"{EXPERIMENT}hydra: {{sweeper: {{params: {params}}}}}\n")
-    assert cli.main([*WORDS, METRIC, "--trials", "3"]) == 0, capsys.readouterr().err
-    for number in range(3):
-        run = values(here, number)
-        assert run["batch_prompts"] in (4, 8)
-        assert run["interfaces"]["actor"]["epochs"] in (2, 3, 4)
-        assert (run["seed"], run["steps"]) == (5, 2)  # the command line has precedence
 
 
 def test_without_optuna_the_error_names_the_extra(monkeypatch, capsys):

@@ -9,7 +9,6 @@ import sys
 import openai
 import pytest
 
-from realign.cli import commands as cli
 from realign.cli.serve import KEY_VARIABLE, serve_of
 from realign.config.errors import ConfigError
 from tests.endpoint.scripted import tokenizer, user
@@ -21,13 +20,6 @@ def folder(tmp_path_factory) -> str:
     path = save_tiny(tmp_path_factory.mktemp("serve") / "model")
     tokenizer().save_pretrained(path)
     return str(path)
-
-
-def test_settings_become_fields(folder):
-    settings = serve_of([folder, "port=0", "generation.temperature=0.5", "limits.timeout_s=3", "model.dtype=bfloat16"])
-    assert (settings.model.path, settings.port, settings.shown_name) == (folder, 0, "model")
-    assert (settings.generation.temperature, settings.limits.timeout_s) == (0.5, 3.0)
-    assert settings.generation.max_new_tokens == 2048
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "fe80::1", "192.0.2.1", "example.com"])
@@ -56,15 +48,6 @@ def test_a_port_in_use_is_a_configuration_error(folder):
         port = endpoint.url.rpartition(":")[2]
         with pytest.raises(ConfigError, match=f"port={port}"), serve_of([folder, f"port={port}"]).endpoint("k"):
             pass
-
-
-def test_wrong_command_lines_are_errors(folder, capsys):
-    assert cli.main(["serve"]) == 2
-    assert "realign serve expects one model" in capsys.readouterr().err
-    assert cli.main(["serve", folder, "port=70000"]) == 2
-    assert "port" in capsys.readouterr().err
-    assert cli.main(["--config-dir", "x", "serve", folder]) == 2
-    assert "--config-dir does not apply" in capsys.readouterr().err
 
 
 @pytest.mark.slow

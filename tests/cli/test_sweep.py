@@ -94,18 +94,6 @@ def test_jobs_get_the_resources_of_the_config_and_resume_after_their_time_limit(
     assert not (tmp_path / "all" / "1" / "final.1").exists()
 
 
-@pytest.mark.slow
-def test_a_job_that_fails_ends_the_sweep_with_its_exit_code_and_last_line(tmp_path, monkeypatch, capsys):
-    write_experiment(tmp_path / "conf")
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "all" / "0").mkdir(parents=True)
-    (tmp_path / "all" / "0" / "config.yaml").touch()
-    assert cli.main([*WORDS, "seed=1,2", "hydra/launcher=submitit_local"]) == 2
-    captured = capsys.readouterr()
-    assert re.fullmatch(r".*/all/0: exit code 2: error: .*\n", captured.err)
-    assert captured.out.count("completed") == 1
-
-
 def run_folder(folder: Path, overrides: str, status: str | None, best: float = 0.5) -> Path:
     (folder / ".hydra").mkdir(parents=True)
     words = ["experiment=x", *overrides.split()]
@@ -114,19 +102,6 @@ def run_folder(folder: Path, overrides: str, status: str | None, best: float = 0
         course = {"name": "eval/reward", "first": 0.1, "best": best, "last": None}
         (folder / "summary.json").write_text(json.dumps({"status": status, "step": 7, "metrics": [course]}))
     return folder
-
-
-def test_runs_that_failed_or_did_not_end_are_listed(tmp_path):
-    folders = [
-        run_folder(tmp_path / "0", "lr=1", "failed"),
-        run_folder(tmp_path / "1", "lr=[x]", None),
-        tmp_path / "never started",
-    ]
-    table = sweep_table(folders)
-    assert table is not None
-    rows = printed(table)
-    assert rows[-3:-1] == [["0", "lr=1", "failed", "7", "0.1", "0.5"], ["1", "lr=[x]", "not finished"]]
-    assert sweep_table([tmp_path / "never started"]) is None
 
 
 def printed(table, width=80) -> list[list[str]]:
@@ -155,20 +130,3 @@ def test_runs_that_differ_only_in_the_seed_are_a_row_with_their_mean(tmp_path):
         ["1", "seed=1", "completed"],
         ["0, 1", "2 seeds", "completed"],
     ]
-
-
-def test_rows_of_many_settings_and_seeds_fit_80_columns(tmp_path):
-    cases = itertools.product(("group", "batch"), ("1e-5", "0.0002"), range(3))
-    folders = [
-        run_folder(
-            tmp_path / str(i),
-            f"interfaces.actor.adv_norm.std={std} models.actor.optimizer.lr={lr} seed={seed}",
-            "completed" if i else "failed",
-            i / 7,
-        )
-        for i, (std, lr, seed) in enumerate(cases)
-    ]
-    rows = printed(sweep_table(folders))
-    text = " ".join(" ".join(row) for row in rows)
-    for words in ("lr=0.0002", "1 failed", "3, 4, 5", "0.5714 ± 0.082", "models.actor.optimizer.lr"):
-        assert words in text

@@ -102,13 +102,3 @@ def test_a_bug_in_a_component_ends_with_1_and_points_at_the_line_of_the_user(fol
     assert error in err
     if "constructor" in place:
         assert "while building interfaces.actor.objective" in err
-
-
-@pytest.mark.slow
-def test_a_bug_in_a_reward_function_is_logged_with_its_line_before_the_run_ends(folder):
-    code, out, err = run(folder, "reward", "interfaces.reward.function=own.py:broken_score")
-    assert code == 2, err
-    assert err.splitlines()[-1].startswith("error: ")
-    for text in (out, (folder / "runs" / "reward" / "realign.log").read_text()):
-        assert f'own.py", line {line_of("missing_method")}, in broken_score' in text
-        assert text.count("Traceback (most recent call last)") == 1

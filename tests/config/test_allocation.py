@@ -7,11 +7,9 @@ import shlex
 import pytest
 
 from realign.config.aliases import translate
-from realign.config.allocation import allocation_answer
 from realign.config.composition import compose
 from realign.errors import ConfigError
 
-SAMPLER = "models.actor.sampler"
 FILES = ["experiment=grpo", "models.actor.path=m", "data.path=d.jsonl", "interfaces.reward.function=r.py:score"]
 
 
@@ -46,24 +44,6 @@ def test_seed_e9_an_allocation_string_is_answered_with_settings_that_compose(val
         assert own.get("sleep_level", 0) == sampler.get("sleep_level", 0)
     else:
         assert "sampler" not in actor
-
-
-def test_stages_of_a_pipeline_are_those_of_the_allocation():
-    assert "--nproc-per-node 4 -m realign models.actor.sharding.pipeline=2" in allocation_answer("megatron:d2p2")
-
-
-def test_what_has_no_equal_is_said():
-    large = allocation_answer("sglang:d16+fsdp:d16")
-    assert "divide the 16 ranks by --nnodes" in large
-    assert "devices=[" not in large
-    assert "torchrun" not in allocation_answer("sglang:d4")
-
-
-@pytest.mark.parametrize(
-    "value", ["manual", "sglang:d2+fsdp[a]:d2+fsdp[c]:d2", "megatron:(attn:d2|ffn:e2)", "d4x2", ""]
-)
-def test_other_forms_get_the_general_answer(value):
-    assert allocation_answer(value) is None
 
 
 def test_backends_of_roles_are_answered_too_and_paths_are_not_read_as_allocations():

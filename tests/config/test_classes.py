@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Protocol
+from typing import Annotated, Any, ClassVar, Literal
 
 import pytest
 
@@ -41,15 +40,6 @@ class Below(Base):
     ratio: Fraction = 0.25
     listed: int = 1
     """Own text."""
-
-
-class Undecorated(ABC):
-    @abstractmethod
-    def act(self) -> None: ...
-
-
-class Called(Protocol):
-    def act(self) -> None: ...
 
 
 def test_fields_are_those_that_a_config_can_set_with_defaults_as_it_writes_them():
@@ -90,24 +80,7 @@ def test_an_annotation_is_the_types_of_its_members(annotation, expected):
     assert list(types_of(annotation)) == expected
 
 
-def test_classes_say_what_they_are_and_what_they_inherit_from():
-    cls = described(Below)
-    assert cls.bases == (f"{__name__}.Base", "realign.settings.Settings")
-    assert (cls.is_dataclass, cls.is_abstract, cls.has_word) == (True, False, True)
-    assert (described(Undecorated).is_abstract, described(Undecorated).has_word) == (True, False)
-    assert (described(Called).is_protocol, described(Called).has_word) == (True, False)
-    assert described(5) is described(len) is None
-
-
 def test_a_function_of_a_graph_has_the_parameters_that_a_config_sets():
     cls = described(flow_of_interfaces)
     assert cls.returns == f"{DataflowGraph.__module__}.DataflowGraph"
     assert [(f.name, f.default, f.required) for f in cls.fields.values()] == [("twice", False, False)]
-
-
-def test_an_annotation_that_cannot_be_evaluated_leaves_the_field_without_types():
-    @dataclass
-    class Broken:
-        x: Missing = 1  # type: ignore[name-defined]  # noqa: F821
-
-    assert described(Broken).fields["x"].types == ()

@@ -31,11 +31,6 @@ def test_lists_sweeps_interpolations_and_readable_values_stay_unchanged(word):
     assert quote_override(word) == word
 
 
-def test_a_number_stays_a_number_and_a_true_a_flag():
-    config = compose(["experiment=grpo_arithmetic", "steps=7", "shuffle=false", "threads=null"])
-    assert (config.steps, config.shuffle, config.threads) == (7, False, None)
-
-
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path)
@@ -60,18 +55,6 @@ def test_a_file_may_build_on_a_shipped_experiment_and_have_its_name(here):
     )
 
 
-def test_a_file_is_read_again_when_it_changes(here):
-    (here / "a.yaml").write_text(EXPERIMENT)
-    assert compose(["a.yaml"]).steps == 2
-    (here / "a.yaml").write_text(EXPERIMENT.replace("steps: 2", "steps: 3"))
-    assert compose(["a.yaml"]).steps == 3
-
-
-def test_a_presets_of_a_file_is_replaced_by_the_command_line(here):
-    config = compose(["./ein ordner/mein lauf.yaml", "algorithm=rloo"])
-    assert config.presets["interfaces.actor.objective"] == "algorithm=rloo"
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -92,8 +75,3 @@ def test_a_file_is_checked_like_every_other(here, text, message):
         compose(["bad.yaml", "steps=1"])
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_a_sweep_over_files_names_each(here):
-    (here / "b.yml").write_text(EXPERIMENT)
-    assert prepare(["experiment=ein ordner/mein lauf.yaml,b.yml"]) == ["experiment='ein ordner/mein lauf.yaml','b.yml'"]

@@ -74,16 +74,6 @@ def test_a_sweep_trains_what_each_of_its_command_lines_would(here, words, expect
     assert objectives("-m", "experiment=clipped", *words) == expected
 
 
-def test_every_combination_of_a_sweep_is_made(here):
-    made = configs("-m", "experiment=clipped", "algorithm=one,two", f"{ACTOR}.epochs=1,2")
-    assert [build_experiment(config).interfaces["actor"].epochs for config in made] == [1, 2, 1, 2]
-    assert all(len(config.dropped) == 2 for config in made)
-
-
-def test_a_sweep_may_stand_in_a_users_file(here):
-    assert objectives("-m", "experiment=swept") == [Clip(low=0.3, dual=3), Gspo()]
-
-
 def test_a_mistake_in_a_sweep_is_an_error_before_the_first_run(here):
     with pytest.raises(ConfigError, match="unknown choice 'clipp'"):
         configs("-m", "experiment=clipped", "algorithm=one", f"{ACTOR}.objective=gspo,clipp")
@@ -139,10 +129,3 @@ def test_no_private_name_of_hydra_or_omegaconf_is_used():
     files = (CHECKOUT / "realign").rglob("*.py")
     uses = [(file.name, hit[0]) for file in files if (hit := private.search(file.read_text(encoding="utf-8")))]
     assert uses == []
-
-
-def test_a_file_may_use_aliases(here):
-    text = f"defaults: [base, _self_]\ninterfaces:\n  actor: {{objective: &o {GSPO}}}\n  other: {{objective: *o}}\n"
-    (here / "conf" / "experiment" / "shared.yaml").write_text(f"# @package _global_\n{text}", encoding="utf-8")
-    interfaces = compose(["experiment=shared"], here / "conf").interfaces
-    assert interfaces["other"]["objective"] == interfaces["actor"]["objective"]

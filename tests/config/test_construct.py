@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
 from realign.api import DataflowGraph, ModelInterface
-from realign.config import ConfigError, build, build_experiment, build_graph, compose
-from realign.errors import ConfigError as BaseConfigError
-from realign.errors import RealignError
-from tests.config.components import BASE, HERE, Actor
+from realign.config import ConfigError, build, build_graph
+from tests.config.components import HERE, Actor
 
 FLOW = f"{HERE}.flow_of_interfaces"
 
@@ -25,27 +22,12 @@ class Buggy(ModelInterface):
         raise errors[self.kind]
 
 
-def test_a_config_error_is_the_one_of_the_package():
-    assert ConfigError is BaseConfigError
-    assert issubclass(ConfigError, RealignError)
-    assert not issubclass(ConfigError, ValueError)
-
-
 def test_a_graph_function_is_given_the_built_interfaces():
     interfaces = {"student": Actor()}
     graph = build_graph({"_target_": FLOW, "twice": True}, DataflowGraph, "graph", interfaces)
     assert [(rpc.name, rpc.model) for rpc in graph.rpcs] == [("train_0", "student"), ("train_1", "student")]
     with pytest.raises(ConfigError, match=r"unknown key 'graph\.interfaces'"):
         build_graph({"_target_": FLOW, "interfaces": {}}, DataflowGraph, "graph", interfaces)
-
-
-def test_the_interfaces_of_a_graph_are_no_part_of_the_resolved_config(tmp_path: Path):
-    (tmp_path / "experiment").mkdir()
-    text = BASE.replace(f"{HERE}.dataflow", FLOW)
-    (tmp_path / "experiment" / "flow.yaml").write_text(text, encoding="utf-8")
-    made = build_experiment(compose(["experiment=flow"], tmp_path))
-    assert made.graph.rpcs[0].model == "actor"
-    assert made.resolved["graph"] == {"_target_": FLOW, "twice": False}
 
 
 def test_settings_errors_get_the_key_in_front():

@@ -40,12 +40,6 @@ def test_an_unrelated_name_is_not_suggested(word, names):
     assert "did you mean" not in suggest(word, names)
 
 
-def test_a_shortened_name_is_recognized():
-    assert nearest("bf16", ["auto", "bfloat16", "float32"]) == "bfloat16"
-    assert nearest("eval", ["evaluation", "evaluations"]) == "evaluation"
-    assert nearest("abc", ["axxbxc"]) is None  # too short
-
-
 def test_a_suggestion_is_followed_by_all_names_if_they_are_few():
     assert suggest("sets", ["seed", "sete"]) == "; did you mean 'sete'? (valid: seed, sete)"
     assert suggest("nothing", [f"name{i}" for i in range(MANY + 1)]) == ""

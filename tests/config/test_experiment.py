@@ -12,7 +12,7 @@ from realign.cli.launch_table import derived_rows
 from realign.config import ConfigError, build_experiment, compose
 from realign.config.experiment import as_node
 from realign.data import PreferenceData, PromptData, SupervisedData
-from realign.interfaces.components.correction import ImportanceCorrection, RatioRange
+from realign.interfaces.components.correction import ImportanceCorrection
 from realign.interfaces.environment import EnvironmentInterface
 from realign.interfaces.grpo import GRPOActorInterface
 from realign.interfaces.rule_reward import RuleRewardInterface
@@ -36,9 +36,6 @@ class Mine(GRPOActorInterface):
 """
 
 
-WORD = "callbacks: {stop: early_stopping}\n"
-
-
 def callbacks(folder: Path, *words: str, text: str = ""):
     conf = write_experiment(folder, text=EXPERIMENT + text)
     experiment = build_experiment(compose(["experiment=bigram", *words], conf))
@@ -56,11 +53,6 @@ def callbacks(folder: Path, *words: str, text: str = ""):
 )
 def test_a_word_or_an_import_path_selects_a_callback(tmp_path, words):
     assert callbacks(tmp_path, *words) == {"stop": EarlyStopping(patience=1)}
-
-
-def test_the_command_line_sets_fields_of_a_word_in_a_file(tmp_path):
-    assert callbacks(tmp_path, text=WORD) == {"stop": EarlyStopping()}
-    assert callbacks(tmp_path, "callbacks.stop.patience=1", text=WORD) == {"stop": EarlyStopping(patience=1)}
 
 
 @pytest.mark.parametrize(
@@ -81,12 +73,6 @@ def test_a_word_selects_a_tracker(tmp_path, monkeypatch, words, cls, fields):
     assert experiment.trackers == {"a": cls(**fields)}
 
 
-def test_a_misspelled_tracker_is_an_error_with_the_nearest(tmp_path):
-    conf = write_experiment(tmp_path, text=EXPERIMENT)
-    with pytest.raises(ConfigError, match=r"trackers.a: unknown choice 'wandbb'; did you mean 'wandb'"):
-        build_experiment(compose(["experiment=bigram", "trackers.a=wandbb"], conf))
-
-
 @pytest.mark.parametrize(
     ("words", "keys"),
     [
@@ -101,11 +87,6 @@ def test_all_unknown_keys_are_in_one_error(words, keys):
     message = str(caught.value)
     assert [message.count(f"unknown key {key!r}; did you mean") for key in keys] == [1] * len(keys)
     assert message.count("unknown key") == len(keys)
-
-
-@pytest.mark.parametrize("nothing", ["null", "none"])
-def test_null_removes_a_callback(tmp_path, nothing):
-    assert callbacks(tmp_path, f"callbacks.stop={nothing}", text=WORD) == {}
 
 
 @pytest.mark.parametrize(
@@ -221,20 +202,6 @@ def test_data_has_the_template_the_columns_and_the_limits_of_training_but_other_
     assert supervised.limit == 5
 
 
-def test_another_part_of_the_training_file_needs_no_path():
-    split = "{part: 1, weights: [9, 1]}"
-    data = built("grpo", "data.split={part: 0, weights: [9, 1]}", f"evaluation.data.split={split}").evaluation.data
-    assert (data.path, data.split.part) == ("train.jsonl", 1)
-
-
-def test_another_split_of_the_training_dataset_needs_no_path_and_is_read_into_memory():
-    training = ["data.path=org/name", "data.subset=main", "data.split=train", "data.streaming=true"]
-    data = built("grpo", *training, "data.max_prompt_tokens=9", "evaluation.data.split=test").evaluation.data
-    assert (data.path, data.subset, data.split, data.streaming) == ("org/name", "main", "test", False)
-    other = built("grpo", *training, "data.max_prompt_tokens=9", HELD_OUT).evaluation.data
-    assert (other.path, other.subset, other.split, other.streaming) == ("held_out.jsonl", None, None, False)
-
-
 def test_responses_are_greedy_and_as_long_as_in_training_unless_the_node_asks_for_samples():
     training = ["interfaces.actor.generation={n: 8, max_new_tokens: 77, temperature: 0.9}"]
 
@@ -262,15 +229,6 @@ def test_the_reward_is_that_of_the_graph_or_that_of_training_with_other_settings
         ConfigError, match=r"evaluation\.reward\._target_ is missing: the reward of training is a model"
     ):
         built("ppo", HELD_OUT, "evaluation.reward.function=x.py:f")
-
-
-def test_a_reward_makes_an_evaluation_sample_where_training_does_not():
-    reward = "{_target_: realign.interfaces.rule_reward.RuleRewardInterface, function: x.py:f}"
-    made = built("sft", "data.prompt_column=question", HELD_OUT, f"evaluation.reward={reward}").evaluation
-    assert type(made) is Evaluation
-    assert type(made.data) is PromptData
-    assert made.data.prompt_column == "question"
-    assert made.generation.greedy
 
 
 def test_episodes_are_those_of_training_one_greedy_episode_per_row():
@@ -360,12 +318,6 @@ def test_a_mistake_is_named_with_its_key(name, overrides, message):
         built(name, *overrides)
 
 
-@pytest.mark.parametrize("name", ["grpo_agent", "grpo_environment"])
-def test_shipped_conversations_fit_a_window_of_2048_tokens(name):
-    made = built(name)
-    assert made.longest_response <= (2048 if made.response_counts_prompt else 2048 - 512)
-
-
 BASE = ["experiment=grpo", "models.actor.path=model", "data.path=rows.jsonl", "interfaces.reward.function=arithmetic"]
 SERVER = ["models.actor.sampler=vllm", "models.actor.sampler.urls=[http://127.0.0.1:8000]"]
 
@@ -382,18 +334,6 @@ def test_a_server_brings_the_correction_and_the_call_that_it_needs():
     corrected, calls = correction(*SERVER)
     assert corrected == ImportanceCorrection()
     assert len(calls) == len(correction()[1]) + 1
-
-
-@pytest.mark.parametrize("word", ["null", "none"])
-def test_a_correction_can_be_disabled(word):
-    assert correction(*SERVER, f"interfaces.actor.correction={word}")[0] is None
-
-
-def test_a_correction_of_the_user_stays():
-    corrected, _ = correction(
-        *SERVER, "interfaces.actor.correction=importance_correction", "interfaces.actor.correction.weight.cap=2"
-    )
-    assert corrected == ImportanceCorrection(weight=RatioRange(cap=2.0))
 
 
 IDLE = """# @package _global_
@@ -446,19 +386,6 @@ def test_a_setting_of_a_file_without_effect_is_a_row_of_the_launch_table(tmp_pat
 def test_a_setting_of_the_command_line_without_effect_is_an_error(tmp_path, words, key):
     with pytest.raises(ConfigError, match=re.escape(f"interfaces.actor.{key}")):
         idle(tmp_path, *(f"interfaces.actor.{word}" for word in words))
-
-
-def test_a_coefficient_of_0_may_stand_beside_a_penalty_that_is_not_applied(tmp_path):
-    made = idle(tmp_path, "interfaces.actor.kl.place=none", "interfaces.actor.kl.coef=0")
-    assert made.interfaces["actor"].kl.coef == 0
-
-
-def test_settings_of_the_run_without_effect_follow_the_same_rule(tmp_path):
-    with pytest.raises(ConfigError, match=r"^resume_allow=\[steps\]: has no effect without resume"):
-        idle(tmp_path, "resume_allow=[steps]")
-    made = idle(tmp_path, more="keep_saves: 3\nsave_every_steps: null\n")
-    assert made.keep_saves is None
-    assert made.idle[-1] == "keep_saves=3 (without save_every_steps)"
 
 
 def test_building_runs_the_constructor_of_the_experiment_once(monkeypatch):

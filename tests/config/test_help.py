@@ -15,7 +15,6 @@ from realign.config.errors import ConfigError
 from realign.config.experiment import REPORT, ExperimentConfig
 from realign.config.files import file_values, list_experiments
 from realign.config.help import Entry, Section, key_help, section
-from realign.config.keys import find_keys
 from realign.config.places import ROOTS
 from tests.config_parts import write_experiment
 
@@ -55,20 +54,6 @@ def test_fields_are_those_of_the_class_that_overrides_select():
     ]
 
 
-def test_a_default_is_that_of_the_component_that_contains_the_field():
-    generation = section("interfaces.actor.generation", ["experiment=grpo"])
-    assert entry(generation, "n").default == "8"  # GRPO's, not that of GenerationConfig
-    assert section("steps").own.default is None
-    assert section("microbatch.n_microbatches").own.valid == "at least 1"
-
-
-def test_without_an_experiment_the_first_one_with_the_key_is_described():
-    assert section("interfaces.actor").experiment == "grpo"
-    assert section("interfaces.critic").experiment == "ppo"
-    assert section("interfaces.actor.beta").experiment == "dpo"
-    assert section("callbacks").experiment == "grpo"
-
-
 def test_own_experiments_are_described(tmp_path):
     conf = write_experiment(tmp_path / "conf")
     page = section("models.actor", ["experiment=bigram"], conf)
@@ -94,11 +79,6 @@ def test_a_key_that_does_not_exist_is_an_error_that_names_the_nearest(key, words
     assert message in str(caught.value)
 
 
-def test_a_single_name_is_found_in_the_keys_of_the_first_experiments():
-    assert find_keys("grad_clip") == ["models.actor.optimizer.grad_clip"]
-    assert find_keys("no_such_name") == []
-
-
 @pytest.mark.parametrize("name", list_experiments())
 def test_the_values_of_the_files_are_those_that_are_composed(name):
     composed, read = compose_raw([f"experiment={name}"]), file_values([f"experiment={name}"])
@@ -115,36 +95,12 @@ def test_help_imports_neither_torch_nor_hydra(words):
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
 
 
-def test_a_class_that_its_module_makes_is_imported(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "made_class.py").write_text(
-        "import dataclasses\nfrom realign.interfaces.grpo import GRPOActorInterface\n"
-        "Mine = dataclasses.make_dataclass('Mine', [('my_coef', float, 0.5)], bases=(GRPOActorInterface,))\n"
-        "Mine.__module__ = __name__\n"
-    )
-    words = ["experiment=grpo", "interfaces.actor._target_=made_class.Mine"]
-    described = section("interfaces.actor", words)
-    assert described.name == "Mine"
-    assert entry(described, "my_coef").default == "0.5"
-    assert entry(described, "kl").type == "KLPenalty"
-
-
 def test_a_component_shows_its_class_text_and_fields():
     out = key_help(["experiment=grpo", "interfaces.actor.kl"])
     assert out.startswith("interfaces.actor.kl  (KLPenalty, experiment=grpo)\n")
     assert re.search(r"^  place   none \| reward \| loss   default none   set to loss$", out, re.M)
     assert re.search(r"^  coef   float, at least 0 and finite   default 0\.05   set to 0\.001$", out, re.M)
     assert max(map(len, out.splitlines())) <= 100
-
-
-def test_a_value_shows_type_default_range_and_choices():
-    out = key_help(["interfaces.actor.kl.estimator"])
-    assert re.search(r"^  type     word \| null$", out, re.M)
-    assert re.search(r"^  default  null$", out, re.M)
-    assert "\n    k1  " in out
-    out = key_help(["steps"])
-    assert "default  none; the key must be set" in out
-    assert "valid    at least 1" in out
 
 
 @pytest.mark.parametrize(
@@ -183,21 +139,3 @@ def test_every_command_has_a_short_help(command, capsys):
     assert lines[0].startswith("realign <overrides>" if command == "train" else f"realign {command}")
     assert max(map(len, lines)) <= 80
     assert "Exit codes" not in of_option
-
-
-def test_help_of_a_preset_is_its_file(capsys):
-    assert cli.main(["help", "dapo"]) == 0
-    out = capsys.readouterr().out
-    assert out.startswith("algorithm=dapo\n  DAPO (arXiv:2503.14476)")
-    assert "  dynamic_sampling: {max_batches: 10}\n" in out
-    assert cli.main(["help", "grpo"]) == 0
-    out = capsys.readouterr().out
-    assert "algorithm=grpo\n" in out
-    assert "experiment=grpo\n" in out
-
-
-def test_a_key_that_does_not_exist_is_one_line(capsys):
-    assert cli.main(["help", "interfaces.actor.klx"]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("error: unknown key 'interfaces.actor.klx'; did you mean 'kl'?")

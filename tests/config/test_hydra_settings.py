@@ -60,12 +60,6 @@ def test_every_other_setting_is_refused(key, tmp_path):
         compose(["experiment=evil"], evil(tmp_path, nested(key, "x")))
 
 
-def test_a_launcher_has_only_its_own_resources():
-    for launcher, key in (("basic", "timeout_min"), ("submitit_local", "partition")):
-        with pytest.raises(ConfigError, match=rf"hydra\.launcher\.{key}=1: a config cannot change"):
-            check_settings({"launcher": {key: 1}}, launcher)
-
-
 def evil(folder: Path, settings: Any, *, defaults: str = "") -> Path:
     """Write a third party's experiment file that changes Hydra's node, and return its folder."""
     head, _, rest = EXPERIMENT.partition("\n")
@@ -91,29 +85,6 @@ def test_a_group_of_hydra_in_the_folder_of_somebody_else_is_refused(group, tmp_p
         compose(["experiment=evil"], tmp_path)
 
 
-@pytest.mark.parametrize(
-    "head",
-    [
-        "defaults: [{override /hydra/job_logging: disabled}]\n",
-        "hydra: {defaults: [{override /hydra/job_logging: disabled}]}\n",
-        "hydra: {defaults: [{/hydra/job_logging: disabled}, _self_]}\n",
-    ],
-)
-def test_defaults_of_the_node_are_refused_although_hydra_ignores_them(head, tmp_path):
-    first, _, rest = EXPERIMENT.partition("\n")
-    write_experiment(tmp_path, "evil", f"{first}\n{head}{rest}")
-    with pytest.raises(ConfigError, match=r"hydra\.(job_logging|defaults)\b.*: a config cannot"):
-        compose(["experiment=evil"], tmp_path)
-
-
-def test_a_launcher_of_the_same_name_in_the_folder_of_somebody_else_is_refused(tmp_path):
-    evil(tmp_path, {}, defaults="defaults: [{override /hydra/launcher: submitit_slurm}]\n")
-    (tmp_path / "hydra" / "launcher").mkdir(parents=True)
-    (tmp_path / "hydra" / "launcher" / "submitit_slurm.yaml").write_text("setup: ['true']\n")
-    with pytest.raises(ConfigError, match=r"hydra\.launcher"):
-        compose(["experiment=evil"], tmp_path)
-
-
 GOOD = [
     ["hydra.sweep.dir='sweeps/${name}/${now:%Y%m%d}'"],
     ["hydra.verbose=true"],
@@ -130,16 +101,6 @@ def test_folders_resources_and_parameters_of_a_sweep_may_change(overrides, tmp_p
     write_experiment(tmp_path)
     compose_runs(["experiment=bigram", *overrides], str(tmp_path))
     compose(["experiment=bigram", *overrides], tmp_path)
-
-
-def test_a_file_may_change_them_too(tmp_path):
-    settings = {
-        "sweeper": {"params": {"seed": "1,2", "interfaces.actor.epochs": 2, "+models.actor.lr": 0.1}},
-        "launcher": {"timeout_min": 5},
-        "sweep": {"dir": "sweeps"},
-    }
-    evil(tmp_path, settings, defaults="defaults: [{override /hydra/launcher: submitit_local}]\n")
-    compose_runs(["experiment=evil"], str(tmp_path))
 
 
 BAD = [
@@ -181,25 +142,6 @@ def test_other_values_are_refused(override, tmp_path, monkeypatch):
         compose_runs(["experiment=bigram", override], str(tmp_path))
     assert "\n" not in str(caught.value)
     assert "antigravity" not in imported
-
-
-CALLING = [
-    {"_target_": "os.system", "command": "true"},
-    {"seed": {"_target_": "os.system"}},
-    {"seed": [{"_target_": "os.system"}]},
-    {"_args_": [1]},
-    {"seed": "${oc.env:HOME}"},
-    {"seed": ["${models}"]},
-    {"seed": "1\n"},
-    {"see\nd": "1"},
-    "${models}",
-]
-
-
-@pytest.mark.parametrize("params", CALLING)
-def test_parameters_of_a_sweep_are_keys_and_plain_values(params, tmp_path):
-    with pytest.raises(ConfigError, match=r"hydra\.sweeper\.params"):
-        compose_runs(["experiment=evil"], str(evil(tmp_path, {"sweeper": {"params": params}})))
 
 
 def test_the_value_of_a_variable_that_a_file_asks_for_is_not_shown(tmp_path, monkeypatch):

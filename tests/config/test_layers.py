@@ -10,19 +10,16 @@ import pytest
 
 from realign.cli.launch_table import derived_rows
 from realign.config import ConfigError, build_experiment, compose
-from realign.runtime import Async, Ray
 from tests.config.components import (
     BASE,
     GAE,
     HERE,
     Actor,
     Clip,
-    Everything,
     GroupMean,
     GroupRelative,
     Gspo,
     ImportanceCorrection,
-    LoRA,
     Rejection,
     SequenceActor,
     TightClip,
@@ -166,17 +163,6 @@ def test_components_in_components_and_mappings_of_components_take_words(folder):
     assert folder.built(*correction).correction == ImportanceCorrection(rejection=Rejection(9))
 
 
-def test_models_and_data_take_words_too(folder):
-    made = folder.experiment("models.actor.trains=lora", "models.actor.trains.rank=4", "data.filter=zero")
-    assert (made.models["actor"].trains, made.data.filter) == (LoRA(4), Zero())
-    assert folder.experiment("models.actor.trains=everything").models["actor"].trains == Everything()
-
-
-def test_config_groups_stay_groups(folder):
-    assert isinstance(folder.experiment("runtime=ray").runtime, Ray)
-    assert isinstance(folder.experiment("rollout=async").rollout, Async)
-
-
 def test_a_class_in_a_users_file_is_chosen_by_target_and_has_words_of_its_own(folder, mine):
     target = f"{OBJECTIVE}._target_={mine}.Square"
     for words in ([target, f"{OBJECTIVE}.power=3"], [f"{OBJECTIVE}.power=3", target]):
@@ -190,11 +176,6 @@ def test_a_class_in_a_users_file_is_chosen_by_target_and_has_words_of_its_own(fo
     assert (made.shape.radius, made.epochs, made.objective) == (2.0, 3, Clip(dual=3, high=0.3))
     # The file is imported now, so that the class has a word.
     assert folder.built(f"{OBJECTIVE}=square", f"{OBJECTIVE}.power=3").objective.power == 3
-
-
-def test_text_and_enum_fields_are_untouched(folder):
-    made = folder.built("interfaces.actor.label=gspo", "interfaces.actor.style=gspo")
-    assert (made.label, made.style.name) == ("gspo", "gspo")
 
 
 @pytest.mark.parametrize(
@@ -263,43 +244,6 @@ def test_fields_for_the_same_class_are_merged_however_it_is_named(folder):
         assert made.dropped == []
 
 
-def test_a_subclass_is_another_class(folder):
-    folder.actor("clipped", CLIPPED)
-    assert folder.built(f"{OBJECTIVE}=tight_clip", name="clipped").objective == TightClip()
-
-
-def test_a_field_without_a_class_applies_to_the_class_of_the_lower_layers(folder):
-    folder.actor("sequence", f"{{objective: {{_target_: {HERE}.Gspo, low: 0.01}}}}")
-    folder.actor("child", "{objective: {high: 0.02}}", parent="sequence")
-    assert folder.built(name="child").objective == Gspo(low=0.01, high=0.02)
-    assert folder.experiment(name="child").dropped == []
-    assert "unknown key 'interfaces.actor.objective.dual'" in folder.error(f"{OBJECTIVE}.dual=1", name="child")
-
-
-def test_a_component_inside_a_discarded_one_is_discarded_with_it(folder):
-    folder.actor("grouped", f"{{advantage: {{_target_: {HERE}.GroupRelative, baseline: {{min_size: 5}}}}}}")
-    assert folder.built(name="grouped").advantage == GroupRelative(GroupMean(5))
-    made = folder.experiment("interfaces.actor.advantage=gae", name="grouped")
-    assert made.interfaces["actor"].advantage == GAE()
-    assert [line.partition(" ")[0] for line in made.dropped] == [
-        f"interfaces.actor.advantage._target_={HERE}.GroupRelative",
-        "interfaces.actor.advantage.baseline.min_size=5",
-    ]
-    inner = folder.experiment("interfaces.actor.advantage.baseline=zero", name="grouped")
-    assert inner.interfaces["actor"].advantage == GroupRelative(Zero())
-    assert inner.dropped == [
-        "interfaces.actor.advantage.baseline.min_size=5 of experiment/grouped.yaml (by the command line)"
-    ]
-
-
-def test_an_optional_component_that_is_discarded_leaves_nothing_behind(folder):
-    folder.actor("corrected", "{correction: {cap: 3}}")
-    folder.preset("plain", "{epochs: 3}")
-    made = folder.experiment("algorithm=plain", name="corrected")
-    assert made.interfaces["actor"].correction is None
-    assert made.dropped == ["interfaces.actor.correction.cap=3 of experiment/corrected.yaml (by algorithm=plain)"]
-
-
 def test_another_interface_keeps_the_settings_that_it_shares_and_drops_the_others(folder):
     fields = f"{{only_here: 4, objective: {{low: 0.3}}, advantage: {{_target_: {HERE}.GAE, lam: 0.5}}}}"
     folder.actor("full", fields)
@@ -314,13 +258,6 @@ def test_another_interface_keeps_the_settings_that_it_shares_and_drops_the_other
     assert folder.built(target, f"{OBJECTIVE}._target_={HERE}.Clip", name="full").objective == Clip(low=0.3)
     assert folder.built(target, f"{OBJECTIVE}.high=0.5", name="full").objective == Gspo(high=0.5)
     assert "unknown key 'interfaces.actor.only_here'" in folder.error(target, "interfaces.actor.only_here=1")
-
-
-def test_a_model_keeps_its_fields_under_another_class(folder):
-    folder.write("experiment/lora", "defaults: [base, _self_]\nmodels: {actor: {lr: 0.25, trains: lora}}\n")
-    made = folder.experiment("models.actor._target_=tests.config_parts.Bigram", name="lora")
-    assert made.models["actor"].lr == 0.25
-    assert made.dropped == ["models.actor.trains=lora of experiment/lora.yaml (by the command line)"]
 
 
 def test_interpolations_work_across_layers(folder):
@@ -339,17 +276,6 @@ def test_interpolations_work_across_layers(folder):
     )
     assert folder.built(name="copied").objective == Clip(low=0.5)
     assert folder.built(f"{OBJECTIVE}=gspo", name="copied").objective == Gspo()
-
-
-def test_a_field_of_an_interpolated_component_leaves_its_other_fields_alone(folder):
-    terms = f"terms: {{a: {{_target_: {HERE}.Clip, low: 0.5, dual: 3}}}}"
-    folder.actor("copied", f"{{{terms}, objective: '${{interfaces.actor.terms.a}}'}}")
-    for words in ([f"{OBJECTIVE}.high=0.1"], [f"{OBJECTIVE}=clip", f"{OBJECTIVE}.high=0.1"]):
-        made = folder.built(*words, "interfaces.actor.terms.a.dual=4", name="copied")
-        assert made.objective == Clip(low=0.5, high=0.1, dual=4)
-        assert made.terms == {"a": Clip(low=0.5, dual=4)}
-    made = folder.built(f"{OBJECTIVE}=gspo", f"{OBJECTIVE}.high=0.1", name="copied")
-    assert (made.objective, made.terms) == (Gspo(high=0.1), {"a": Clip(low=0.5, dual=3)})
 
 
 @pytest.mark.parametrize(
@@ -389,15 +315,6 @@ def test_a_preset_resets_the_settings_of_the_algorithm_and_nothing_else(presets)
     assert presets.built("algorithm=clip", name="clipped").objective == Clip()
 
 
-def test_a_field_on_the_command_line_applies_to_the_class_of_the_preset(presets):
-    for words in (["algorithm=mine", f"{OBJECTIVE}.high=0.28"], [f"{OBJECTIVE}.high=0.28", "algorithm=mine"]):
-        assert presets.built(*words, name="clipped").objective == Gspo(low=0.01, high=0.28)
-    assert presets.built("algorithm=worded", f"{OBJECTIVE}.high=0.28", name="clipped").objective == Gspo(high=0.28)
-    for same in (f"{OBJECTIVE}=gspo", f"{OBJECTIVE}._target_={HERE}.Gspo"):
-        assert presets.built("algorithm=mine", same, name="clipped").objective == Gspo(low=0.01)
-        assert presets.built("algorithm=worded", same, name="clipped").objective == Gspo()
-
-
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
@@ -414,22 +331,12 @@ def test_what_is_typed_wins_over_a_preset(presets, words, expected):
     assert (made.objective, made.style.name, made.correction) == (expected, "gspo", None)
 
 
-def test_a_typed_class_discards_the_fields_of_the_preset_and_the_launch_says_so(presets):
-    made = presets.experiment("algorithm=mine", f"{OBJECTIVE}=tight_clip", name="clipped")
-    assert made.dropped[-1] == f"{OBJECTIVE}.low=0.01 of algorithm/mine.yaml (by the command line)"
-
-
 def test_a_key_that_the_class_of_a_preset_does_not_have_names_the_preset(presets):
     message = presets.error("algorithm=mine", f"{OBJECTIVE}.dual=3", name="clipped")
     assert "unknown key 'interfaces.actor.objective.dual'" in message
     assert message.endswith("; algorithm=mine sets the class of interfaces.actor.objective")
     typed = presets.error("algorithm=mine", f"{OBJECTIVE}=gspo", f"{OBJECTIVE}.dual=3", name="clipped")
     assert "algorithm=mine" not in typed
-
-
-def test_a_setting_that_a_preset_resets_and_leaves_alone_can_be_set(presets):
-    made = presets.built("algorithm=mine", "interfaces.actor.correction.cap=9", name="clipped")
-    assert made.correction == ImportanceCorrection(cap=9)
 
 
 def test_a_preset_on_a_preset_resets_once_and_a_second_preset_again(presets):
@@ -475,18 +382,6 @@ def test_a_preset_that_lists_what_it_owns_is_told_to_leave_it_out(folder):
     assert "algorithm/old.yaml: remove owns: a preset resets the settings" in folder.error("algorithm=old")
 
 
-def test_a_preset_over_an_interface_without_settings_of_an_algorithm_is_merged(folder):
-    folder.actor("sequence", f"{{_target_: {HERE}.SequenceActor, objective: {{low: 0.01}}}}")
-    folder.preset("leaf", "{objective: {high: 0.02}}")
-    assert folder.built("algorithm=leaf", name="sequence").objective == Gspo(low=0.01, high=0.02)
-
-
-def test_no_preset_can_be_chosen(presets):
-    plain = presets.built(name="clipped")
-    for words in (["algorithm=null"], ["~algorithm"], ["algorithm=mine", "algorithm=null"]):
-        assert presets.built(*words, name="clipped") == plain
-
-
 @pytest.mark.parametrize(
     ("defaults", "message"),
     [
@@ -506,18 +401,3 @@ def test_no_preset_can_be_chosen(presets):
 def test_a_defaults_list_that_cannot_be_read_is_an_error(folder, defaults, message):
     folder.write("experiment/wrong", f"defaults: {defaults}\nsteps: 3\n")
     assert message in folder.error(name="wrong")
-
-
-def test_the_highest_file_decides_which_rollout_is_chosen(folder):
-    folder.write("experiment/ahead", "defaults: [base, {override /rollout: async}]\n")
-    folder.write("experiment/again", "defaults: [ahead, {override /rollout: async_staleness_4}]\n")
-    assert folder.experiment(name="ahead").rollout == Async()
-    assert folder.experiment(name="again").rollout == Async(max_staleness=4)
-    assert not folder.experiment("rollout=sync", name="again").rollout.ahead
-
-
-def test_only_the_composition_reports(folder):
-    assert "only realign sets dropped" in folder.error("dropped=[a]")
-    folder.write("experiment/saved", "defaults: [base, _self_]\ndropped: [a]\npresets: {a: b}\n")
-    config = compose(["experiment=saved"], folder.path)
-    assert (config.dropped, config.presets) == ([], {})

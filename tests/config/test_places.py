@@ -2,38 +2,22 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 
 import pytest
 
 from realign.cli.completion import completions
-from realign.config import build_experiment, compose
+from realign.config import compose
 from realign.config.composition import compose_raw
 from realign.config.construct import import_target
 from realign.config.errors import ConfigError
 from realign.config.files import experiments_dir
 from realign.config.places import spell_out
 from realign.config.trees import merge
-from tests.config_parts import write_experiment
 
 PPO = {"_target_": "realign.interfaces.ppo.PPOActorInterface"}
 REQUIRED = ["models.actor.path=m", "data.path=p.jsonl", "interfaces.reward.function=reward.py:score"]
-PLAIN = """# @package _global_
-steps: 2
-batch_prompts: 4
-models:
-  actor: {path: m}
-  other: {_target_: shared_model, of: actor}
-interfaces:
-  actor: grpo
-  reward: {_target_: rule_reward, function: "reward.py:score"}
-data: {_target_: prompts, path: p.jsonl}
-evaluation:
-  data: {path: p.jsonl}
-  reward: {_target_: rule_reward, function: "other.py:score"}
-"""
 
 
 @pytest.mark.parametrize(
@@ -61,40 +45,6 @@ def test_a_word_at_the_root_of_a_component_is_the_module_of_the_class(key, word,
     assert spelled == (word if path is None else {"_target_": path})
     if path is not None:
         assert import_target(path, key).__name__ == path.rpartition(".")[2]
-
-
-@pytest.mark.parametrize(
-    ("word", "path"),
-    [
-        ("interfaces.actor.objective={_target_: gspo, low: 0.1}", "realign.interfaces.components.objectives.Gspo"),
-        ("interfaces.actor.advantage={_target_: gae, lam: 0.9}", "realign.interfaces.components.advantages.GAE"),
-        ("models.actor.trains={_target_: lora, rank: 2}", "realign.models.Lora"),
-        ("evaluation={_target_: evaluation, every_steps: 3, data: {path: h.jsonl}}", "realign.runtime.Evaluation"),
-        ("data={_target_: prompts, limit: 3}", "realign.data.PromptData"),
-        ("runtime={_target_: local}", "realign.runtime.Local"),
-    ],
-)
-def test_a_component_with_fields_takes_a_word_in_files_and_on_the_command_line(tmp_path, word, path):
-    start = ["experiment=grpo", *REQUIRED]
-    by_path = build_experiment(compose([*start, re.sub(r"(?<=_target_: )\w+", path, word)])).resolved
-    assert build_experiment(compose([*start, word])).resolved == by_path
-    key, _, node = word.partition("=")
-    for name in reversed(key.split(".")):
-        node = f"{{{name}: {node}}}"
-    folder = write_experiment(tmp_path, text=f"defaults: [/experiment/grpo, _self_]\n{node[1:-1]}\n")
-    assert build_experiment(compose(["experiment=bigram", *REQUIRED], folder)).resolved == by_path
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("interfaces.actor.objective._target_=gsop", "interfaces.actor.objective: unknown choice 'gsop'; did you mean"),
-        ("evaluation.data={_target_: prompt, path: h.jsonl}", "evaluation.data: unknown choice 'prompt'; did you mean"),
-    ],
-)
-def test_a_misspelled_word_of_a_nested_component_is_an_error_that_names_the_nearest(override, message):
-    with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
-        build_experiment(compose(["experiment=grpo", *REQUIRED, override]))
 
 
 @pytest.mark.parametrize(
@@ -133,23 +83,6 @@ def test_a_word_that_no_key_takes_is_a_text_in_place_of_a_component(override):
         compose(["experiment=grpo", *REQUIRED, override])
 
 
-def test_a_file_is_written_in_words(tmp_path):
-    made = build_experiment(compose(["experiment=bigram"], write_experiment(tmp_path, text=PLAIN))).resolved
-    assert made["interfaces"]["actor"]["_target_"] == "realign.interfaces.grpo.GRPOActorInterface"
-    assert made["graph"]["_target_"] == "realign.interfaces.grpo.dataflow"
-    assert made["evaluation"]["reward"]["function"] == "other.py:score"
-    assert made["models"]["other"]["_target_"] == "realign.engines.shared_model.SharedModel"
-
-
-def test_a_word_of_a_higher_layer_replaces_the_class_and_keeps_what_both_have():
-    made = build_experiment(
-        compose(["experiment=grpo", *REQUIRED, "interfaces.actor=ppo", "interfaces.actor.epochs=2"])
-    )
-    assert type(made.interfaces["actor"]).__name__ == "PPOActorInterface"
-    assert made.interfaces["actor"].epochs == 2
-    assert made.resolved["graph"]["_target_"] == "realign.interfaces.ppo.dataflow"
-
-
 def test_shipped_files_write_words_for_shipped_components():
     for path in experiments_dir().rglob("*.yaml"):
         assert "_target_: realign." not in path.read_text(), path
@@ -160,10 +93,3 @@ def test_words_need_no_torch_and_complete_as_classes_do():
     assert subprocess.run([sys.executable, "-c", code, "experiment=grpo", *REQUIRED], check=False).returncode == 0
     line = "realign experiment=grpo interfaces.actor=ppo interfaces.actor.crit"
     assert any(word.startswith("interfaces.actor.critic=") for word in completions(line))
-
-
-def test_a_file_keeps_what_is_no_word():
-    values = {"interfaces": {"actor": "${x}"}, "data": "nothing", "models": {"actor": {"_target_": "my.Model"}}}
-    before = {key: dict(value) if isinstance(value, dict) else value for key, value in values.items()}
-    spell_out(values)
-    assert values == before

@@ -1,7 +1,6 @@
 import pytest
 
 from realign.cells import read_column
-from realign.data.columns import only_one
 from realign.errors import DataError
 
 ROW = {"question": {"text": "a"}, "answers": [{"text": "b"}, {"text": "c"}], "a.b": 1}
@@ -30,10 +29,3 @@ def test_a_missing_column_is_named_with_those_that_exist(name):
         read_column(ROW, name)
     with pytest.raises(DataError, match="did you mean 'question'"):
         read_column(ROW, "questoin")
-
-
-def test_only_one_of_several_columns_may_be_there():
-    assert only_one(ROW, ["x", "answers"], "s") == "answers"
-    assert only_one(ROW, ["x", "y"], "s") is None
-    with pytest.raises(DataError, match=r"found the columns \['question', 'answers'\]"):
-        only_one(ROW, ["question", "answers"], "s")

@@ -155,21 +155,3 @@ def test_the_prompt_of_a_conversation_ends_before_the_first_turn_of_the_assistan
     each = PromptsWithResponses(SupervisedData(path, train_on_turns="each"))
     with pytest.raises(DataError, match=r"row 0 has 2 sequences.*Set responses\.train_on_turns=all or last"):
         each.load(tokenizer)
-
-
-def test_rows_without_prompt_and_other_data_are_refused(write):
-    path = write(*pairs(("1", "2"), ("", "3")))
-    with pytest.raises(DataError, match="row 1 has no token before its response"):
-        PromptsWithResponses(SupervisedData(path)).load(make_tokenizer())
-    path = write({"prompt": "1", "text": "2"})
-    with pytest.raises(DataError, match=r"Use realign\.data\.SupervisedData"):
-        PromptsWithResponses(PromptData(path)).load(make_tokenizer())
-    with pytest.raises(DataError, match="row 0 has no token before its response"):
-        PromptsWithResponses(TextData(path, block_tokens=2)).load(make_tokenizer())
-    with pytest.raises(SettingsError, match=r"responses\.streaming=true"):
-        PromptsWithResponses(SupervisedData(path, streaming=True, max_tokens=8))
-
-
-def test_a_missing_file_is_named_by_its_key(tmp_path):
-    with pytest.raises(DataError, match=r"data\.responses"):
-        PromptsWithResponses(SupervisedData(str(tmp_path / "none.jsonl"))).check("data")

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from realign.data import AssistantMasks, PreferenceData, PromptData, SupervisedData, Template, TooLong, Turns
+from realign.data import AssistantMasks, PromptData, SupervisedData, Template, TooLong, Turns
 from realign.data.encoding import decode_row
 from realign.data.writer import Writer
-from realign.errors import ConfigError, DataError, SettingsError
+from realign.errors import DataError
 from realign.tokenization import Tokens
 from tests.data.chat_templates import (
     CHATML,
@@ -158,12 +158,6 @@ def test_prompt_and_response_are_strings_or_message_lists(load, name):
     assert runs(load([{"prompt": "1+1=", name: "2"}], template=Template.chat)) == [chat]
 
 
-def test_a_response_of_several_messages_trains_its_assistant_turns_and_no_turn_of_the_prompt(load):
-    row = {"prompt": [user("a"), assistant("b"), user("add 1")], "completion": CALLS[1:], "tools": [ADD]}
-    assert [len(turns) for turns in trained(load([row]))] == [2]
-    assert trained(load([row], train_on_turns=Turns.last)) == [["It is 1.<|im_end|>"]]
-
-
 def test_an_explicit_column_wins(load):
     row = {"messages": TWO_TURNS, "prompt": "x", "response": "y", "question": "q", "answer": "a", "chat": SHAREGPT}
     assert trained(load([row], messages_column="chat")) == [["hi<|im_end|>", "2<|im_end|>"]]
@@ -198,29 +192,11 @@ def test_columns_that_fit_several_layouts_or_none_are_an_error(write, row, messa
         data.check("data")
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"prompt_column": "messages", "response_column": "messages.1.content"}, "part of prompt_column='messages'"),
-        ({"prompt_column": "a", "response_column": "a"}, "part of"),
-        ({"messages_column": "a", "response_column": "b"}, "conflicts with messages_column='a'"),
-    ],
-)
-def test_column_settings_that_contradict_each_other_are_refused(fields, message):
-    with pytest.raises(SettingsError, match=message):
-        SupervisedData("rows.jsonl", **fields)
-
-
 @pytest.mark.parametrize("written", [json.dumps(TWO_TURNS), repr(TWO_TURNS), json.dumps(SHAREGPT), repr(TWO_TURNS[1])])
 def test_a_string_that_prints_messages_is_an_error(load, written):
     for row in ({"prompt": written, "response": "b"}, {"prompt": "a", "response": written}, {"messages": written}):
         with pytest.raises(DataError, match=r"is the text of chat messages: .*Store the messages as a list"):
             load([row])
-
-
-def test_json_that_is_no_message_stays_text(load):
-    text = '[{"role": "admin"}]'
-    assert runs(load([{"prompt": text, "response": "{role}"}], None)) == [[(text, False), ("{role}<|im_end|>", True)]]
 
 
 def test_tools_tool_calls_and_results_are_rendered(load):
@@ -233,19 +209,6 @@ def test_tools_tool_calls_and_results_are_rendered(load):
         "<|im_start|>assistant\n"
     )
     assert answer == ("It is 1.<|im_end|>", True)
-
-
-def test_a_template_that_needs_arguments_as_text_gets_text(load):
-    template = CHATML.replace("call.function.arguments} | tojson", "call.function.arguments + ''} | tojson")
-    (call, _) = trained(load([{"messages": CALLS, "tools": [ADD]}], template))[0]
-    assert '"arguments": "{\\"a\\": 1}"' in call
-
-
-def test_arguments_that_a_template_would_print_as_python_are_passed_as_json_text(load):
-    template = CHATML.replace("call.function.arguments} | tojson", "call.function.arguments | string} | tojson")
-    (call, _) = trained(load([{"messages": CALLS, "tools": [ADD]}], template))[0]
-    assert '"arguments": "{\\"a\\": 1}"' in call
-    assert "'a'" not in call
 
 
 def test_text_after_the_end_of_the_last_turn_is_an_error(load):
@@ -315,18 +278,6 @@ def test_what_a_template_does_not_render_faithfully_is_an_error(load, row, templ
         load([row], template)
 
 
-def test_content_parts_are_rendered_by_templates_that_know_them(load):
-    parts = "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
-    parts += "{% for part in message['content'] %}{{ part.text }}{% endfor %}{% endif %}"
-    template = PLAIN_CHATML.replace(
-        "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}",
-        "{{ '<|im_start|>' + message['role'] + '\n' }}" + parts + "{{ '<|im_end|>\n' }}",
-    )
-    listed = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    rendered = runs(load([{"messages": [user(listed), assistant(listed)]}], template))
-    assert rendered == runs(load([{"messages": [user("ab"), assistant("ab")]}], template))
-
-
 THOUGHT = [
     user("1+1="),
     assistant("2", reasoning_content="one and one"),
@@ -375,41 +326,11 @@ def test_blocks_and_prefixes_give_the_same_masks(load):
     assert trained(load(rows, GENERATION, **last)) == [["2<|im_end|>"]]
 
 
-def test_blocks_that_mark_something_else_are_an_error(load):
-    rows = [{"messages": TWO_TURNS}]
-    without_end = GENERATION.replace(
-        " + '<|im_end|>' }}{% endgeneration %}", " }}{% endgeneration %}{{ '<|im_end|>' }}"
-    )
-    with pytest.raises(
-        DataError, match=r"message 2 \(assistant\) is 'hi<\|im_end\|>.*block of the chat template marks 'hi'"
-    ):
-        load(rows, without_end)
-    assert trained(load(rows, without_end, assistant_masks="prefixes")) == [["hi<|im_end|>", "2<|im_end|>"]]
-    with pytest.warns(UserWarning, match="Only the last turn of a conversation gets EOS"):
-        chosen = load(rows, without_end, assistant_masks="generation_blocks")
-    assert trained(chosen) == [["hi", "2"]]
-    extra = GENERATION.replace(
-        "{{- '<|im_start|>' +", "{% generation %}{{- '<|im_start|>' }}{% endgeneration %}{{- ''+"
-    )
-    with pytest.raises(DataError, match=r"marks 5 .* blocks in a conversation with 2 assistant messages"):
-        load(rows, extra)
-
-
-def test_masks_from_blocks_need_blocks(load):
-    with pytest.raises(ConfigError, match=r"the chat template has no {% generation %} block. Set assistant_masks=auto"):
-        load([{"messages": TWO_TURNS}], CHATML, assistant_masks="generation_blocks")
-
-
 def test_an_end_of_turn_that_is_not_eos_is_warned_of_once(load):
     with pytest.warns(UserWarning, match=r"ends an assistant turn with '<\|im_end\|>', but the EOS token") as warned:
         dataset = load([{"messages": TWO_TURNS}] * 2, eos="<|endoftext|>")
     assert len(warned) == 1
     assert trained(dataset) == [["hi<|im_end|>", "2<|im_end|>\n<|endoftext|>"]]
-
-
-def test_messages_after_the_last_answer_stay_and_are_not_trained(load):
-    (rendered,) = runs(load([{"messages": [user("a"), assistant("b"), user("c")]}]))
-    assert rendered[1:] == [("b<|im_end|>", True), ("\n<|im_start|>user\nc<|im_end|>\n", False)]
 
 
 def test_only_the_text_before_the_first_answer_is_truncated(load):
@@ -470,16 +391,6 @@ STARTED = [user("1+1="), assistant("Let me think.\n<think>")]
 OPEN = "<|im_start|>user\n1+1=<|im_end|>\n<|im_start|>assistant\nLet me think.\n<think>"
 
 
-def test_a_prompt_that_ends_with_the_start_of_the_answer_is_continued(write):
-    assert prompts(write, [{"prompt": STARTED}]) == [OPEN]
-    assert prompts(write, [{"messages": STARTED}], prompt_column="messages") == [OPEN]
-    assert prompts(write, [{"prompt": STARTED}], drop_final_answer=True) == [OPEN.removesuffix(STARTED[1]["content"])]
-    with pytest.raises(DataError, match="or set prompt_column instead of messages_column if the last one is the start"):
-        prompts(write, [{"messages": STARTED}])
-    with pytest.raises(DataError, match=r"the prompt ends with .*tool_calls.*expected a user or tool message"):
-        prompts(write, [{"prompt": CALLS[:2], "tools": [ADD]}])
-
-
 @pytest.mark.parametrize("template", [CHATML, PLAIN_CHATML, GENERATION])
 @pytest.mark.parametrize("answer", [" 2</think>2", [assistant(" 2</think>2"), user("2+2="), assistant("4")]])
 @pytest.mark.parametrize("masks", AssistantMasks)
@@ -494,30 +405,6 @@ def test_the_start_of_an_answer_is_context_and_its_rest_is_trained(load, templat
         assert [text for sequence in shown for text, on in sequence if on] == [*first, *later]
         assert all(sequence[0][0].startswith(OPEN) for sequence in shown)
         assert not first or shown[0][0] == (OPEN, False)
-
-
-def test_a_template_that_trims_the_start_of_an_answer_shows_it_trimmed_in_training_and_generation(write):
-    started = [user("1+1="), assistant("It is ")]
-    (context,) = prompts(write, [{"prompt": started}], LLAMA3)
-    assert context.endswith("<|end_header_id|>\n\nIt is")
-    tokenizer = chat_tokenizer(LLAMA3, "<|eot_id|>")
-    row = {"prompt": started, "chosen": "2", "rejected": "3"}
-    pair = PreferenceData("none.jsonl").encoder(tokenizer)(row).sequences
-    shown = [(s.ids[: s.prompt], s.ids[s.prompt :]) for s in pair]
-    decode = Tokens(tokenizer).decode
-    assert [(decode(given, ()), decode(answer, given)) for given, answer in shown] == [
-        (context, " 2<|eot_id|>"),
-        (context, " 3<|eot_id|>"),
-    ]
-
-
-def test_a_prompt_is_verified_like_a_conversation(write):
-    with pytest.raises(DataError, match="ignores the tools"):
-        prompts(write, [{"messages": CALLS[:1], "tools": [ADD]}], PLAIN_CHATML)
-    with pytest.raises(DataError, match="column 'messages' contains a str; expected a list"):
-        prompts(write, [{"messages": "hello"}])
-    thought = prompts(write, [{"messages": THOUGHT[:3]}], REASONING)
-    assert "one and one" not in thought[0]  # as the template shows earlier turns to the policy
 
 
 TEXT = st.text(st.characters(codec="utf-8", exclude_characters="<>|\r"), min_size=1, max_size=12).filter(

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,18 +24,11 @@ from realign.data import (
     Curriculum,
     PassRate,
     Prefer,
-    PromptData,
-    PromptsWithPretraining,
-    RowSource,
-    TextData,
-    batch_indices,
 )
 from realign.data.curriculum import CurriculumOrder
 from realign.data.order import EpochOrder
-from realign.errors import CheckpointError, ConfigError, RunError
 from realign.runtime.rollout.prompts import PromptStream
 from tests import toys
-from tests.data.text_tokenizer import make_tokenizer
 
 unhurried = settings(deadline=None)
 KIND = class_at("realign.data.curriculum.Curriculum")
@@ -226,15 +218,6 @@ def test_prompts_drawn_one_by_one_wait_for_their_rewards_also_in_a_checkpoint():
         order.rows([3])
 
 
-def test_missing_rewards_do_not_count_and_a_group_without_any_is_no_visit():
-    prompts = stream(PassRate(window=2), n=2, batch=2, shuffle=False)
-    batch = prompts.draw()
-    rewards = [[[1.0], [math.nan], [0.0]], [[math.nan], [math.nan], [math.nan]]]
-    prompts.record(SequenceSample.from_sequences(batch.ids, {"input_ids": [[[1]] * 3] * 2, "rewards": rewards}))
-    assert prompts.draw().metadata["pass_rate"] == (0.5, None)
-    assert prompts.order.state_dict()["visits"].tolist() == [1, 0]
-
-
 def test_used_rows_are_passed_over_and_forgotten():
     """Dynamic sampling draws until no row with a weight is left."""
     prompts = stream(Fixed(numbers=[1.0, 0.2, 0.0, 1.0, 0.5]), n=5, batch=2)
@@ -245,30 +228,6 @@ def test_used_rows_are_passed_over_and_forgotten():
         prompts.record(batch)
     assert sorted(drawn) == [0, 1, 3, 4]
     assert prompts.state_dict()["curriculum"]["waiting"] == []
-
-
-def test_a_run_may_turn_a_curriculum_on_or_off_and_change_its_window():
-    plain = PromptStream(Rows(N), BATCH, 0, True)
-    for _ in range(3):
-        plain.draw()
-    on = stream(PassRate())
-    on.load_state_dict(plain.state_dict())
-    assert rows_of(on.draw()) == batch_indices(N, BATCH, 3, 0, True)
-    first = stream(PassRate(window=3))
-    trained(first, 9)
-    state = saved(first)
-    off = PromptStream(Rows(N), BATCH, 0, True)
-    off.load_state_dict(state)
-    assert rows_of(off.draw()) == batch_indices(N, BATCH, 9, 0, True)
-    for window in (1, 5):
-        resumed = stream(PassRate(window=window))
-        resumed.load_state_dict(state)
-        n = min(window, 3)
-        kept = resumed.state_dict()["curriculum"]["outcomes"]
-        assert torch.equal(kept[:, :n].nan_to_num(-1), state["curriculum"]["outcomes"][:, :n].nan_to_num(-1))
-        assert kept[:, n:].isnan().all()
-    with pytest.raises(CheckpointError, match=r"11 rows, but the checkpoint has pass rates of 7"):
-        on.order.load_state_dict(stream(PassRate(), n=7).state_dict()["curriculum"])
 
 
 def test_metrics_describe_the_rows_and_their_pass_rates():
@@ -296,70 +255,3 @@ def test_metrics_describe_the_rows_and_their_pass_rates():
     assert values["curriculum/new_fraction"] == 1 - len(known) / 3
     last = next(place for place in range(99) if divmod(place, 4) == rows_of(batch)[-1])
     assert values["curriculum/passed_over_prompts"] == last + 1 - 6
-
-
-@pytest.mark.parametrize(
-    ("numbers", "message"),
-    [
-        ([0.0] * 4, r"none of the 4 rows has a weight above 0, so no prompt is left"),
-        ([1.0] * 3, r"Fixed\.weights returned an array of shape \(3,\) with values from 1 to 1\. .* the 4 rows"),
-        ([1.0, -1.0, 1.0, 1.0], r"values from -1 to 1\. Return one finite number of at least 0"),
-        ([1.0, math.inf, 1.0, 1.0], r"values from 1 to inf"),
-        ([1.0, math.nan, 1.0, 1.0], r"values from nan to nan"),
-    ],
-)
-def test_weights_that_choose_nothing_are_an_error(numbers, message):
-    with pytest.raises(RunError, match=message):
-        stream(Fixed(numbers=numbers), n=4).draw()
-
-
-def test_a_row_of_weight_whose_source_never_comes_is_an_error(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"prompt": "a"}\n')
-    (tmp_path / "b.jsonl").write_text('{"prompt": "b"}\n')
-    sources = [RowSource(str(tmp_path / "a.jsonl"), weight=1e9), RowSource(str(tmp_path / "b.jsonl"), weight=1e-9)]
-    data = PromptData(sources).load(make_tokenizer())
-    prompts = PromptStream(data, 2, 0, True, curriculum=Fixed(numbers=[0.0, 1.0]))
-    with pytest.raises(RunError, match=r"prompts in a row were passed over\. 1 of the 2 rows have a weight above 0"):
-        prompts.draw()
-
-
-@dataclass
-class EasyFirst(Curriculum):
-    """By a column of the data: level 0 for ten prompts, then level 1 too, and so on."""
-
-    needs_rewards = False
-
-    def weights(self, history):
-        return np.array(history.column("level")) <= history.prompts // 10
-
-
-def test_a_curriculum_may_read_columns_of_the_data():
-    prompts = stream(EasyFirst(), n=30, batch=5)
-    levels = [[row % 3 for _, row in rows_of(prompts.draw())] for _ in range(12)]
-    assert all(max(batch) <= i * 5 // 10 for i, batch in enumerate(levels))
-    assert {level for batch in levels for level in batch} == {0, 1, 2}
-    with pytest.raises(ConfigError, match=r"the data has no column 'lvl' \(columns: level\)"):
-        prompts.order._column("lvl")
-
-
-def test_combined_data_and_mixtures_have_curricula(tmp_path):
-    for name, n in (("a", 6), ("b", 3)):
-        lines = (json.dumps({"prompt": f"{name}{i}"}) + "\n" for i in range(n))
-        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
-    (tmp_path / "texts.jsonl").write_text('{"text": "one text"}\n' * 4)
-    tokenizer = make_tokenizer()
-    sources = [RowSource(str(tmp_path / f"{name}.jsonl"), weight=1, name=name) for name in "ab"]
-    mixed = PromptData(sources).load(tokenizer)
-    texts = TextData(str(tmp_path / "texts.jsonl"), block_tokens=4).load(tokenizer)
-    combined = PromptsWithPretraining(mixed, texts, 1, 0)
-    never = Fixed(numbers=[1.0] * 5 + [0.0] + [1.0] * 3)
-    for data in (mixed, combined):
-        prompts = PromptStream(data, 6, 0, True, curriculum=never)
-        for _ in range(10):
-            batch = prompts.draw()
-            rows = [row for _, row in rows_of(batch)]
-            assert 5 not in rows
-            values = prompts.order.metrics()
-            assert values["data/a/fraction"] == pytest.approx(sum(row < 6 for row in rows) / 6)
-    assert "ptx_input_ids" in batch
-    assert [text[0] for text in prompts.order._column("prompt")] == ["a"] * 6 + ["b"] * 3

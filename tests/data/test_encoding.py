@@ -13,9 +13,7 @@ from realign.data import (
     SupervisedData,
     TooLong,
     UnpairedData,
-    encoding,
 )
-from realign.data.encoding import room_for
 from realign.errors import DataError
 from tests.data.text_tokenizer import BOS, EOS, characters, make_tokenizer
 
@@ -83,31 +81,6 @@ def test_a_row_of_10_mb_is_dropped_before_all_of_it_is_tokenized(data, row, toke
         replace(data, too_long=TooLong.error).encoder(make_tokenizer())(row)
 
 
-@pytest.mark.parametrize("room", [None, 100])
-@pytest.mark.parametrize("text", [HUGE, " " * 10_000_000], ids=["text", "spaces"])
-@pytest.mark.parametrize(
-    ("data", "row"),
-    [
-        (PromptData("none.jsonl"), {"prompt": None}),
-        (SupervisedData("none.jsonl"), {"prompt": "1", "response": None}),
-        (UnpairedData("none.jsonl"), {"prompt": "1", "response": None, "label": True}),
-        (PreferenceData("none.jsonl"), {"prompt": "1", "chosen": "2", "rejected": None}),
-    ],
-)
-def test_without_limit_a_row_far_above_the_room_of_the_run_is_an_error_before_it_is_tokenized(
-    data, row, text, room, tokenized, monkeypatch
-):
-    """Tokenizing takes about 400 bytes of memory per character, so a row of 50 MB ended the process."""
-    monkeypatch.setattr(encoding, "_MOST_TOKENS", 100)
-    with room_for(room):
-        encoder = data.encoder(make_tokenizer())
-    tokenized.clear()
-    with pytest.raises(DataError, match=r"row: a sequence has far more than 100 tokens, for which the run has room"):
-        encoder({key: text if value is None else value for key, value in row.items()})
-    assert sum(tokenized) < 20_000
-    encoder({key: "3" if value is None else value for key, value in row.items()})
-
-
 @pytest.mark.parametrize("rest", ["", "3"])
 def test_a_prompt_of_10_mb_keeps_the_end_that_fits(rest, tokenized):
     tokenizer, text = make_tokenizer(before=("<s>",)), HUGE + "12345"
@@ -121,18 +94,3 @@ def test_a_prompt_of_10_mb_keeps_the_end_that_fits(rest, tokenized):
     assert row.truncated
     assert row.sequences[0].ids == [BOS, *characters(text[-kept:]), *ending]
     assert sum(tokenized) < 20_000
-
-
-def test_an_endless_stream_of_rows_is_read_in_small_parts():
-    read = 0
-
-    def endless():
-        nonlocal read
-        while True:
-            read += 1
-            yield f"row {read}", {"prompt": "1", "response": str(read)}
-
-    encoded = SupervisedData("none.jsonl").encoder(make_tokenizer()).encode(endless())
-    first = [next(encoded) for _ in range(3)]
-    assert [row.sequences[0].ids for row in first] == [[*characters(f"1{i}"), EOS] for i in (1, 2, 3)]
-    assert read < 2000

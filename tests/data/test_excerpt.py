@@ -8,7 +8,6 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from realign.data import DroppedRow, Excerpt, PreferenceData, PromptData, SupervisedData
-from realign.errors import DataError, SettingsError
 from tests.data.text_tokenizer import characters, make_tokenizer
 
 
@@ -75,27 +74,3 @@ def test_prefix_and_suffix_stand_around_the_excerpt_and_left_out_rows_are_report
     assert (dataset.report.rows_read, dataset.report.rows_kept) == (2, 1)
     assert dataset.report.rows_dropped == {"without excerpt.start='.'": 1}
     assert "1 of 2 rows" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({}, "excerpt has no effect"),
-        ({"start": ""}, "start='': must be the text of a token"),
-        ({"end": ""}, "end='': must be the text of a token"),
-    ],
-)
-def test_settings_out_of_range_are_refused(fields, message):
-    with pytest.raises(SettingsError, match=message):
-        Excerpt(**fields)
-
-
-def test_messages_and_slow_tokenizers_are_refused():
-    with pytest.raises(DataError, match=r"excerpt needs a string in column 'prompt', found a list"):
-        Excerpt(max_tokens=1).replace({"prompt": []}, "prompt", words())
-
-    class Slow:
-        is_fast = False
-
-    with pytest.raises(DataError, match=r"returns character offsets; Slow does not"):
-        Excerpt(max_tokens=1).replace({"prompt": "a"}, "prompt", Slow())

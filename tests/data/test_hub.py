@@ -13,7 +13,6 @@ import pyarrow.parquet
 import pytest
 
 import realign
-from realign.data.hub import is_hub_name
 from tests.data.hub_server import hub
 from tests.tiny import save_tiny
 
@@ -174,36 +173,3 @@ def check(server, home, tmp_path, path):
         check=False,
     )
     return done.returncode, done.stderr.splitlines()[-1]
-
-
-@pytest.mark.slow
-def test_the_exit_code_tells_a_wrong_name_from_a_failure_of_the_network(server, home, tmp_path):
-    code, message = check(server, home, tmp_path, "org/none")
-    assert (code, "data.path: org/none: no such file or folder, and the hub has no such dataset" in message) == (
-        2,
-        True,
-    )
-    server.fails = 503
-    try:
-        code, message = check(server, home, tmp_path, "org/new")
-    finally:
-        server.fails = 0
-    assert (code, f"data.path: org/new: the hub at {server.url} is not reachable" in message) == (75, True)
-
-
-def test_a_local_path_takes_precedence_over_a_hub_name(tmp_path, monkeypatch):
-    from realign.data import read_rows
-
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "org").mkdir()
-    (tmp_path / "org" / "name").write_text('{"prompt": "local"}\n{"prompt": "local"}\n')
-    assert [row["prompt"] for row in read_rows("org/name").rows] == ["local", "local"]
-
-
-def test_paths_of_missing_files_are_no_hub_names(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "data").mkdir()
-    assert is_hub_name("org/name")
-    assert is_hub_name("org/name-v1.1:train")
-    for path in ("data/train", "org/rows.jsonl", "name", "./name", "../name", "a/b/c", "/org/name", "org/"):
-        assert not is_hub_name(path)

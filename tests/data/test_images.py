@@ -2,9 +2,7 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import struct
-import sys
 import zlib
 
 import pytest
@@ -12,9 +10,8 @@ import torch
 from PIL import Image
 
 from realign.data import PromptData, SupervisedData, Turns
-from realign.data.dataset import content_hash
 from realign.engines.training.engine_state import copy_image_processor
-from realign.errors import ConfigError, DataError, SettingsError
+from realign.errors import ConfigError, DataError
 from tests.image_files import IMAGE_TEXT, image_processor, image_tokenizer, picture
 
 RED, WIDE = (16, 16), (24, 8)
@@ -82,15 +79,6 @@ def test_prompts_contain_the_tokens_and_the_patches_of_their_images(tmp_path, to
     torch.testing.assert_close(sample["pixel_values"], wanted["pixel_values"])
 
 
-def test_the_image_processor_can_be_in_another_folder_than_the_tokenizer(tmp_path, tokenizer):
-    red, _ = pictures(tmp_path)
-    other = tmp_path / "other"
-    image_processor(merge=1).save_pretrained(other)
-    rows = [{"images": [red], "messages": [question(None)]}]
-    sample = loaded(PromptData, tmp_path, rows, tokenizer, image_processor=str(other)).sample([(0, 0)])
-    assert image_tokens(tokenizer, sample["prompt_ids"]) == 16
-
-
 @pytest.mark.parametrize("turns", [Turns.all, Turns.each])
 def test_conversations_are_trained_on_the_answers_only(tmp_path, tokenizer, turns):
     red, wide = pictures(tmp_path)
@@ -120,20 +108,6 @@ def test_images_are_paths_pictures_or_bytes(tmp_path, tokenizer):
     for row in rows:
         assert image_tokens(tokenizer, row.sequences[0].ids) == 4
         assert torch.equal(row.images.patches()["pixel_values"], first)
-
-
-def test_image_in_a_text_is_an_image_part(tmp_path, tokenizer):
-    """As LLaMA-Factory, ms-swift and verl write it."""
-    red, wide = pictures(tmp_path)
-    parts = [question(None, "a", None, "b"), answer("c")]
-    said = [{"role": "user", "content": "<image>a<image>b"}, answer("c")]
-    expected = loaded(SupervisedData, tmp_path, [{"images": [red, wide], "messages": parts}], tokenizer)
-    data = loaded(SupervisedData, tmp_path, [{"images": [red, wide], "messages": said}], tokenizer)
-    assert content_hash(data) == content_hash(expected)
-    row = {"images": [red, wide], "prompt": said[0]["content"], "response": "c"}
-    assert content_hash(loaded(SupervisedData, tmp_path, [row], tokenizer, template="chat")) == content_hash(expected)
-    with pytest.raises(DataError, match="2 images in column 'images', but its text has 1"):
-        loaded(SupervisedData, tmp_path, [{**row, "prompt": "<image>a"}], tokenizer, template="chat")
 
 
 @pytest.mark.parametrize(
@@ -202,43 +176,6 @@ def test_an_image_that_cannot_be_decoded_is_found_at_the_start_and_names_its_row
         source.encoder(tokenizer)({"images": [data], "messages": [question(None)]})
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="there are no pipes")
-@pytest.mark.parametrize(
-    "name", ["pipe", "folder", "a\0b", "\ud800", "~nobody-has-this-name/x", "data:image/png;base64," + "x" * 5000]
-)
-def test_a_path_that_is_no_image_file_is_an_error(tmp_path, tokenizer, name):
-    os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "folder").mkdir()
-    source = PromptData(path="unused.jsonl", images_column="images", image_folder=str(tmp_path))
-    with pytest.raises(DataError, match="cannot read the image") as caught:
-        source.encoder(tokenizer)({"images": [name], "messages": [question(None)]})
-    assert len(str(caught.value)) < 400
-
-
-def test_an_image_that_is_removed_during_the_run_names_its_row(tmp_path, tokenizer):
-    red, wide = pictures(tmp_path)
-    rows = [{"images": [name], "messages": [question(None)]} for name in (red, wide)]
-    data = loaded(PromptData, tmp_path, rows, tokenizer)
-    (tmp_path / wide).unlink()
-    assert len(data.sample([(0, 0)])["pixel_values"])
-    with pytest.raises(DataError, match=r"rows.jsonl, row 1 .*: cannot read the image 'wide.png'"):
-        data.sample([(0, 0), (0, 1)])
-
-
-def test_image_parts_without_a_column_of_images_are_an_error(tmp_path, tokenizer):
-    path = written(tmp_path, [{"messages": [question(None, "color?")]}])
-    with pytest.raises(DataError, match="For images, set images_column"):
-        PromptData(path=path).load(tokenizer)
-
-
-def test_a_folder_without_an_image_processor_is_an_error(tmp_path):
-    path = written(tmp_path, [{"images": ["red.png"], "messages": [question(None)]}])
-    image_tokenizer().save_pretrained(tmp_path)
-    source = PromptData(path=path, images_column="images", image_processor=str(tmp_path))
-    with pytest.raises(ConfigError, match="cannot load an image processor of the Qwen-VL families"):
-        source.load(image_tokenizer())
-
-
 def test_code_beside_an_image_processor_is_not_run(tmp_path, monkeypatch):
     path = written(tmp_path, [{"images": ["red.png"], "messages": [question(None)]}])
     image_tokenizer().save_pretrained(tmp_path)
@@ -251,19 +188,6 @@ def test_code_beside_an_image_processor_is_not_run(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="cannot load an image processor"):
         source.load(image_tokenizer())
     assert not (tmp_path / "ran").exists()
-
-
-def test_an_image_processor_that_is_a_link_is_not_saved_with_a_model(tmp_path):
-    (tmp_path / "secret").write_text("PRIVATE KEY")
-    for name in ("model", "saved"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "model" / "preprocessor_config.json").symlink_to(tmp_path / "secret")
-    (tmp_path / "model" / "processor_config.json").write_text("{}")
-    tokenizer = image_tokenizer()
-    tokenizer.name_or_path = str(tmp_path / "model")
-    with pytest.warns(UserWarning, match=r"preprocessor_config.json was not copied .* of another name"):
-        copy_image_processor(tokenizer, tmp_path / "saved")
-    assert [file.name for file in (tmp_path / "saved").iterdir()] == ["processor_config.json"]
 
 
 @pytest.mark.parametrize("name", ["gpt2", "owner/model"])
@@ -282,17 +206,3 @@ def test_the_image_processor_of_a_hub_repository_is_saved_with_a_model(tmp_path,
         tokenizer.name_or_path = source
         copy_image_processor(tokenizer, folder)
         assert (folder / "preprocessor_config.json").exists() == (source == name)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"streaming": True, "max_prompt_tokens": 9}, "streaming=True: incompatible with images_column"),
-        ({"too_long": "truncate_left"}, "too_long=truncate_left: incompatible with images_column"),
-        ({"template": "plain"}, "template=plain: incompatible with images_column"),
-        ({"images_column": None, "image_folder": "x"}, "image_folder=x: has no effect without images_column"),
-    ],
-)
-def test_settings_that_do_not_fit_images_are_an_error(settings, message):
-    with pytest.raises(SettingsError, match=message):
-        PromptData(**{"path": "x.jsonl", "images_column": "images", **settings})

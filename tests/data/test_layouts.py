@@ -136,15 +136,6 @@ def test_a_column_of_the_prompt_is_in_the_text_or_the_row_is_refused(kind, row, 
             texts(kind, {**row, column: value}, chat=chat, **settings)
 
 
-def test_a_column_that_the_prompt_contains_is_no_leftover():
-    row = {"prompt": 'Read "c".\nThen say x.', "context": ' "c" ', "input": "x", "history": [["Read", "Then"]]}
-    assert texts("PromptData", row, template="plain") == ('Read "c".|Then say x.',)
-    said = [{"role": "system", "content": "s"}, user("q")]
-    assert texts("PromptData", {"prompt": said, "system": "s"}) == ("system:s<|im_end|>user:q<|im_end|>assistant:",)
-    with pytest.raises(DataError, match="'system' belongs to the prompt"):
-        texts("PromptData", {"prompt": said, "system": "another"})
-
-
 def test_a_column_that_a_setting_names_has_no_other_meaning():
     # SHP has the prompt in `history`
     row = {"history": "q", "human_ref_A": "a", "human_ref_B": "b", "labels": 1}
@@ -155,26 +146,6 @@ def test_a_column_that_a_setting_names_has_no_other_meaning():
     assert texts("SupervisedData", row, template="chat", **fields) == PAIR[:1]
     with pytest.raises(DataError, match="'history' belongs to the prompt"):
         texts("PromptData", {"prompt": "q", "history": "no list"}, template="chat")
-
-
-def test_a_column_of_nulls_is_no_column():
-    """Files of several sources have the columns of all of them."""
-    pair, whole = {"prompt": "q", "response": "a"}, {"messages": ASK}
-    nulls = dict.fromkeys(("messages", "prompt", "response", "conversations", "query", "chat_template_kwargs"))
-    for kind, more in (("SupervisedData", {}), ("UnpairedData", {"label": True})):
-        assert texts(kind, nulls | more | pair, template="chat") == PAIR[:1]
-        assert texts(kind, nulls | more | whole) == PAIR[:1]
-    assert texts("PromptData", nulls | {"messages": ASK[:1]}) == texts("PromptData", nulls | pair, template="chat")
-    with pytest.raises(DataError, match="the prompt is None"):
-        texts("PromptData", nulls)
-    with pytest.raises(DataError, match="'chat_template_kwargs' contains a str; expected an object"):
-        texts("SupervisedData", whole | {"chat_template_kwargs": "thinking"})
-
-
-@pytest.mark.parametrize("more", [["c"], {"k": "c"}, 3])
-def test_an_input_that_is_no_text_is_not_written_as_code(more):
-    with pytest.raises(DataError, match="'input' belongs to the prompt"):
-        texts("SupervisedData", {"instruction": "Do it.", "input": more, "output": "x"}, template="plain")
 
 
 def test_columns_with_one_meaning_and_settings_beside_columns_are_named():
@@ -287,13 +258,6 @@ def test_a_string_prompt_of_a_chat_model_is_not_guessed(kind, row):
     assert "user:" in texts(kind, row, template="chat")[0]
     assert texts(kind, row, template="plain") == texts(kind, row, chat=False)
     assert "user:" not in texts(kind, row, template="plain")[0]
-
-
-def test_a_dialogue_of_a_chat_model_is_not_guessed():
-    row = {"chosen": "Human: q\n\nAssistant: a", "rejected": "Human: q\n\nAssistant: b"}
-    with pytest.raises(DataError, match=r"chat for '<\|im_start\|>user\\nq<\|im_end\|>.*plain for 'Human: q"):
-        texts("PreferenceData", row)
-    assert texts("PreferenceData", row, template="chat") == PAIR
 
 
 def test_the_check_says_what_the_columns_of_the_first_row_are(write):

@@ -18,7 +18,7 @@ from realign.data import (
     epoch_order,
 )
 from realign.data.order import BLOCK, Ramp, SourceChoice
-from realign.errors import DataError, SettingsError
+from realign.errors import DataError
 from tests.data.text_tokenizer import make_tokenizer
 
 # Test jobs may run in parallel on one machine, so a slow example is not a failure.
@@ -113,26 +113,12 @@ def test_the_sources_follow_weights_that_change(weights, seed):
         assert ranks == list(range(len(ranks)))
 
 
-def test_a_weight_starts_at_the_first_prompt_and_arrives_after_the_given_number_of_prompts():
-    assert Ramp(1.0, 3.0, 4).at(np.array([0, 1, 2, 3, 4, 5])).tolist() == [1.0, 1.5, 2.0, 2.5, 3.0, 3.0]
-
-
 @pytest.fixture
 def folder(tmp_path):
     for name, n in (("a", 4), ("b", 6)):
         rows = [{"prompt": f"{name}{i}", "response": "x", "text": f"{name}{i} " * 4} for i in range(n)]
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return tmp_path
-
-
-def test_sources_without_weights_are_one_dataset(folder):
-    both = [f"{folder}/a.jsonl", f"{folder}/b.jsonl"]
-    dataset = PromptData(both).load(make_tokenizer())
-    pattern = PromptData(f"{folder}/*.jsonl").load(make_tokenizer())
-    assert [row["prompt"] for row in dataset.rows] == [row["prompt"] for row in pattern.rows]
-    assert dataset.describe() == "10 rows: a.jsonl 4, b.jsonl 6"
-    assert pattern.describe() == "10 rows"
-    assert dataset.order(0, True).rows(range(25)) == pattern.order(0, True).rows(range(25))
 
 
 def test_a_weighted_mixture_draws_rows_by_weight(folder):
@@ -171,22 +157,6 @@ def test_the_weights_of_a_mixture_change_during_training(folder, streaming):
         assert PromptsWithPretraining(dataset, texts, 1, 0).order(0, True).rows([3, 999]) == order.rows([3, 999])
 
 
-@pytest.mark.parametrize(
-    ("weights", "message"),
-    [
-        ([{"weight": 1, "final_weight": 0.5}], "needs weight, final_weight and ramp_prompts"),
-        ([{"weight": 1, "ramp_prompts": 5}], "needs weight, final_weight and ramp_prompts"),
-        ([{"final_weight": 1, "ramp_prompts": 5}], "needs weight, final_weight and ramp_prompts"),
-        ([{"weight": 0, "final_weight": 0, "ramp_prompts": 5}], "final_weight=0: must be above 0 if weight=0"),
-        ([{"weight": 1, "final_weight": 0, "ramp_prompts": 5}] * 2, "path: final_weight=0 of all sources"),
-        ([{"weight": 0, "final_weight": 1, "ramp_prompts": 5}] * 2, "path: weight=0 of all sources"),
-    ],
-)
-def test_weights_that_never_or_always_change_to_nothing_are_errors(folder, weights, message):
-    with pytest.raises(SettingsError, match=message):
-        PromptData([RowSource(f"{folder}/a.jsonl", **weight) for weight in weights])
-
-
 def test_parts_are_taken_from_each_source_and_dropped_rows_do_not_count(folder):
     both = [RowSource(f"{folder}/a.jsonl", weight=1), RowSource(f"{folder}/b.jsonl", weight=1)]
     dataset = PromptData(both, split=Split(0, [1, 1])).load(make_tokenizer())
@@ -197,12 +167,3 @@ def test_parts_are_taken_from_each_source_and_dropped_rows_do_not_count(folder):
     (folder / "b.jsonl").write_text(json.dumps({"prompt": "long " * 20}) + "\n")
     with pytest.raises(DataError, match=r"no row is left of .*b\.jsonl"):
         PromptData(both, max_prompt_tokens=20).load(make_tokenizer())
-
-
-def test_a_list_needs_sources_and_all_weights_or_none():
-    with pytest.raises(SettingsError, match=r"path=\[\]: must contain at least one source"):
-        PromptData([])
-    with pytest.raises(SettingsError, match=r"path: the source 'b' has no weight, but others have"):
-        PromptData([RowSource("a", weight=1), "b"])
-    with pytest.raises(SettingsError, match="weight=0: must be above 0"):
-        RowSource("a", weight=0)

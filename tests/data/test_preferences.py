@@ -4,10 +4,8 @@ import pytest
 import torch
 
 from realign.data import (
-    LabelKind,
     PreferenceData,
     RatedPairs,
-    RewardedData,
     SupervisedData,
     Template,
     TooLong,
@@ -15,7 +13,7 @@ from realign.data import (
 )
 from realign.data.encoding import decode_row
 from realign.errors import DataError, SettingsError
-from tests.data.chat_templates import CHATML, REASONING, assistant, chat_tokenizer, system, tool, user
+from tests.data.chat_templates import CHATML, assistant, chat_tokenizer, system, user
 from tests.data.text_tokenizer import BOS, EOS, WITH_BOS, characters, make_tokenizer
 
 pytestmark = pytest.mark.usefixtures("each_kind")
@@ -121,17 +119,6 @@ def test_bad_rows_are_named_by_line(write, kind, row, message):
         PreferenceData(write(good, row), kind=kind).load(make_tokenizer())
 
 
-def test_bad_margins_and_settings_are_refused(write):
-    with pytest.raises(DataError, match=r"line 1: the margins are \['a'\]; expected 1 finite numbers"):
-        PreferenceData(write(pair(m="a")), margin_column="m").load(make_tokenizer())
-    with pytest.raises(SettingsError, match="margin_column='m': requires kind=pairs, but kind=best_of_n"):
-        PreferenceData("x", margin_column="m", kind=LabelKind.best_of_n)
-    with pytest.raises(DataError, match="line 1: the response has no token to train on"):
-        PreferenceData(write(pair("1", "2", "")), append_eos=False).load(make_tokenizer())
-    with pytest.raises(DataError, match="no column 'worse'"):
-        PreferenceData(write(pair()), rejected_column="worse").load(make_tokenizer())
-
-
 PROMPT = "<|im_start|>user\n1+1=<|im_end|>\n<|im_start|>assistant\n"
 PAIR = [[(PROMPT, False), ("2<|im_end|>", True)], [(PROMPT, False), ("3<|im_end|>", True)]]
 
@@ -201,25 +188,6 @@ def test_the_common_start_of_both_conversations_is_the_prompt_and_is_not_trained
     assert "b<|im_end|>" in first[0][0]
 
 
-def test_a_conversation_that_continues_the_other_one_shares_its_prompt(load):
-    chosen = [user("a"), assistant("b")]
-    assert answers(load([{"chosen": chosen, "rejected": [*chosen, user("c"), assistant("d")]}]))[0] == "b"
-
-
-def test_a_column_prompt_can_be_ignored(load):
-    row = {"prompt": "other", "chosen": [user("1+1="), assistant("2")], "rejected": [user("1+1="), assistant("3")]}
-    with pytest.raises(DataError, match=r"line 1: the prompt 'other' is not a user message .* Set prompt_column=''"):
-        load([row])
-    assert runs(load([row], prompt_column="")) == PAIR
-
-
-def test_equal_conversations_are_dropped_and_counted(load):
-    same = {"chosen": [user("1+1="), assistant("2")], "rejected": [user("1+1="), assistant("2")]}
-    other = {"chosen": [user("1+1="), assistant("2")], "rejected": [user("1+1="), assistant("3")]}
-    dataset = load([same, other])
-    assert (len(dataset), dataset.report.rows_dropped) == (1, {"chosen equals rejected": 1})
-
-
 @pytest.mark.parametrize(
     ("row", "message"),
     [
@@ -250,11 +218,6 @@ HH = {
     "chosen": "\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant: d",
     "rejected": "\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant: e",
 }
-
-
-def test_the_prompt_of_a_dialogue_ends_at_the_last_common_assistant(load):
-    prompt = "\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant:"
-    assert runs(load([HH])) == [[(prompt, False), (" d<|im_end|>", True)], [(prompt, False), (" e<|im_end|>", True)]]
 
 
 def test_later_human_turns_of_a_dialogue_are_not_trained(load):
@@ -299,51 +262,6 @@ def test_rated_responses_can_give_all_pairs_with_different_ratings(load):
     assert dataset.sample([(0, 0)])["margins"].tolist() == [2.5, 2.5, 2.5, 2.5, 8.5, 8.5, 6, 6, 6, 6]
 
 
-def test_objects_with_a_response_and_a_score_are_recognized_as_in_ultrafeedback(load):
-    completions = [
-        {"response": r, "overall_score": s, "model": "m"}
-        for r, s in zip(RATED["responses"], RATED["scores"], strict=True)
-    ]
-    row = {"source": "x", "instruction": "1+1=", "completions": completions}
-    assert runs(load([row])) == runs(load([RATED]))
-    fields = {"responses_column": "completions.*.response", "labels_column": "completions.*.overall_score"}
-    assert runs(load([row], **fields)) == runs(load([RATED]))
-    assert load(
-        [RATED], kind=lambda path, **fields: PreferenceData(path, kind="scalar_rating", **fields)
-    ).labels.tolist() == [7, 9.5, 1, 7]
-
-
-def test_equal_ratings_are_dropped_and_bad_ones_are_an_error(load):
-    dataset = load([RATED, {**RATED, "scores": [1, 1, 1, 1]}])
-    assert dataset.report.rows_dropped == {"all responses have the same rating": 1}
-    with pytest.raises(DataError, match=r"line 1: the labels are \[1, None\]; expected 2 finite numbers"):
-        load([{"prompt": "a", "responses": ["b", "c"], "scores": [1, None]}])
-    with pytest.raises(DataError, match=r"prompt_column='': responses with labels need a prompt"):
-        load([RATED], prompt_column="")
-    with pytest.raises(SettingsError, match="responses_column='a': conflicts with chosen_column"):
-        PreferenceData("rows.jsonl", responses_column="a", chosen_column="b")
-    with pytest.raises(SettingsError, match=r"chosen_column='prompt\.chosen': it is part of prompt_column='prompt'"):
-        PreferenceData("rows.jsonl", prompt_column="prompt", chosen_column="prompt.chosen")
-
-
-def test_tools_and_tool_turns_of_responses_are_rendered(load):
-    schema = {"type": "function", "function": {"name": "add", "parameters": {}}}
-    call = {"role": "assistant", "tool_calls": [{"name": "add", "arguments": {"a": 1}}]}
-    row = {"prompt": [user("1")], "chosen": [call, tool("2"), assistant("3")], "rejected": [assistant("4")]}
-    first, second = runs(load([{**row, "tools": [schema]}]))
-    assert [on for _, on in first] == [False, True, False, True]
-    assert json.dumps(schema) in second[0][0]
-
-
-def test_reasoning_of_the_prompt_is_shown_as_in_generation(load):
-    start = [user("a"), assistant("b", reasoning_content="why"), user("c")]
-    row = {"prompt": start, "chosen": [assistant("d", reasoning_content="so")], "rejected": [assistant("e")]}
-    first, second = runs(load([row], REASONING))
-    assert first[-1] == ("<think>\nso\n</think>\n\nd<|im_end|>", True)
-    assert "why" not in first[0][0]
-    assert second[0] == first[0]
-
-
 @pytest.mark.parametrize("response", ["completion", "response"])
 @pytest.mark.parametrize(("prompt", "answer"), [("1+1=", "2"), ([user("1+1=")], [assistant("2")])])
 def test_unpaired_responses_have_one_label_each(load, write, prompt, answer, response):
@@ -358,12 +276,6 @@ def test_unpaired_responses_have_one_label_each(load, write, prompt, answer, res
     supervised = SupervisedData(write(*rows), template=template).load(chat_tokenizer(CHATML)).sample([(0, 3), (0, 0)])
     for key in supervised.keys:
         assert torch.equal(sample[key], supervised[key])
-
-
-@pytest.mark.parametrize("reward", [None, "good", "nan", float("inf"), [1]])
-def test_rewards_that_are_not_finite_numbers_are_an_error(load, reward):
-    with pytest.raises(DataError, match=r"line 1: .*the reward is .*; expected a finite number"):
-        load([{"prompt": "a", "completion": "b", "reward": reward}], kind=RewardedData)
 
 
 @pytest.mark.parametrize(

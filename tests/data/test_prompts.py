@@ -16,7 +16,7 @@ from realign.data import (
     batch_indices,
 )
 from realign.data.dataset import content_hash
-from realign.errors import DataError, SettingsError
+from realign.errors import DataError
 from tests.data.text_tokenizer import BOS, TURNS, characters, make_tokenizer
 
 ROWS = [{"prompt": "1" * n, "answer": n, "deep": {"x": [n]}} for n in (1, 2, 3, 4, 5)]
@@ -102,11 +102,6 @@ def test_trap_a13_truncation_keeps_the_start_token_and_the_end_of_the_prompt(pat
     assert "4 truncated on the left" in str(dataset.report)
 
 
-def test_a_dataset_without_rows_is_an_error(path):
-    with pytest.raises(DataError, match=r"no row is left of .*0 of 5 rows.*5 dropped"):
-        PromptData(path, suffix="=", max_prompt_tokens=1).load(make_tokenizer())
-
-
 def test_bad_rows_are_named_by_line(tmp_path):
     file = tmp_path / "bad.jsonl"
     file.write_text('{"prompt": "1"}\n\n{"prompt": null}\n')
@@ -127,40 +122,6 @@ def test_a_column_of_messages_goes_through_the_chat_template(tmp_path):
     tokenizer = make_tokenizer(chat_template=TURNS)
     dataset = data.load(tokenizer)
     assert tokenizer.decode(dataset.sample([(0, 0)])["prompt_ids"]) == "<|user|>1<|end|>\n<|assistant|>"
-
-
-@pytest.mark.parametrize(
-    ("template", "text"), [(Template.chat, "<|user|>1<|end|>\n<|assistant|>"), (Template.plain, "1")]
-)
-def test_a_prompt_of_text_goes_through_the_chat_template_if_asked(path, template, text):
-    tokenizer = make_tokenizer(chat_template=TURNS)
-    dataset = PromptData(path, template=template).load(tokenizer)
-    assert tokenizer.decode(dataset.sample([(0, 0)])["prompt_ids"]) == text
-
-
-def test_rows_outside_and_twice_are_refused(path):
-    dataset = PromptData(path, limit=2).load(make_tokenizer())
-    for row in (-1, 2):
-        with pytest.raises(ValueError, match=rf"row {row} is outside the dataset of 2 rows"):
-            dataset.sample([(0, row)])
-    with pytest.raises(ValueError, match="Duplicate id"):
-        dataset.sample([(0, 1), (0, 1)])
-    assert len(dataset.sample([])) == 0
-
-
-@pytest.mark.parametrize(
-    ("bad", "message"),
-    [
-        ({"template": "caht"}, r"template='caht': unknown choice \(valid: auto, plain, chat\)"),
-        ({"too_long": "cut"}, "too_long='cut': unknown choice"),
-        ({"template": "plain", "system": "x"}, "system=x: has no effect with template=plain"),
-        ({"template": "plain", "template_options": {"a": 1}}, "template_options=.*: has no effect with template=plain"),
-        ({"prompt_column": "a", "messages_column": "b"}, "prompt_column='a': conflicts with messages_column='b'"),
-    ],
-)
-def test_bad_settings_are_named(bad, message):
-    with pytest.raises(SettingsError, match=message):
-        PromptData("x.jsonl", **bad)
 
 
 def test_prompts_of_your_own_are_a_dataset():

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from realign.data import PreferenceData, PromptData, RewardedData, RowSource, Split, SupervisedData, UnpairedData
+from realign.data import PreferenceData, PromptData, RewardedData, RowSource, SupervisedData, UnpairedData
 from realign.data.dataset import content_hash
 from realign.data.files import JsonLinesFile
-from realign.errors import CheckpointError, DataError, SettingsError
+from realign.errors import DataError
 from tests.data.text_tokenizer import make_tokenizer
 
 TOKENIZER = make_tokenizer()
@@ -155,14 +155,6 @@ def test_only_the_rows_of_the_first_blocks_are_read_before_the_first_batch(tmp_p
     assert read["rows"] <= 1 + 200 + 16
 
 
-def test_a_request_that_is_partly_in_memory_keeps_all_of_its_rows(tmp_path):
-    file = write(tmp_path / "rows.jsonl", [row(i) for i in range(40)])
-    dataset = prompts(str(file)).load(TOKENIZER)
-    order = dataset.order(0, True)
-    batches = [taken(dataset, order, range(start, start + 4)) for start in (0, 4, 8)]
-    assert taken(dataset, order, range(2, 6)) == (batches[0] + batches[1])[2:6]
-
-
 def test_the_shuffle_mixes_files_and_rows(tmp_path):
     for name in range(8):
         write(tmp_path / f"{name}.jsonl", [row(f"{name}:{i}") for i in range(50)])
@@ -208,12 +200,6 @@ def test_a_row_that_cannot_be_read_or_encoded_names_its_file_and_line(tmp_path):
         dataset.order(0, shuffle=False).rows(range(30))
 
 
-def test_an_epoch_without_any_row_is_an_error(tmp_path):
-    file = write(tmp_path / "rows.jsonl", [{"prompt": "long " * 20}] * 3)
-    with pytest.raises(DataError, match=r"no row is left of rows\.jsonl: 0 of 3 rows; 3 dropped \(longer than"):
-        prompts(str(file)).load(TOKENIZER).order(0, True).rows([0])
-
-
 def test_the_identity_of_a_stream_follows_the_content_of_its_files(tmp_path):
     file = write(tmp_path / "rows.jsonl", [row(i) for i in range(20)])
     first = content_hash(prompts(str(file)).load(TOKENIZER))
@@ -222,23 +208,3 @@ def test_the_identity_of_a_stream_follows_the_content_of_its_files(tmp_path):
     assert content_hash(prompts(str(copy), shuffle_buffer=5).load(TOKENIZER)) != first
     copy.write_text(copy.read_text().replace("3?", "4?"))
     assert content_hash(prompts(str(copy)).load(TOKENIZER)) != first
-
-
-def test_a_state_of_another_number_of_sources_is_an_error(files):
-    state = prompts(sources_of(files, True)).load(TOKENIZER).order(0, True).state_dict()
-    order = prompts(sources_of(files, False)).load(TOKENIZER).order(0, True)
-    with pytest.raises(CheckpointError, match="the dataset has 1 sources, but the checkpoint was written with another"):
-        order.load_state_dict(state)
-
-
-def test_settings_that_do_not_fit_streaming_are_named(files):
-    with pytest.raises(SettingsError, match=r"streaming=true: requires max_prompt_tokens.* Set max_prompt_tokens"):
-        PromptData("x.jsonl", streaming=True)
-    with pytest.raises(SettingsError, match="streaming=true: split into parts needs all rows in memory"):
-        prompts("x.jsonl", split=Split(0, [1, 1]))
-    dataset = prompts(f"{files}/*.jsonl").load(TOKENIZER)
-    assert dataset.size is None
-    assert dataset.longest_sequence == 20
-    assert dataset.describe() == "streamed from 3 files, 4 rows shuffled at a time"
-    with pytest.raises(TypeError, match="the number of rows of a streamed dataset is unknown"):
-        len(dataset)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from realign.data import Blocks, SupervisedData, Template, TextData, TooLong
 from realign.data.supervised import cut
-from realign.errors import ConfigError, DataError, SettingsError
+from realign.errors import DataError
 from tests.data.text_tokenizer import BOS, EOS, TURNS, WITH_BOS, characters, make_tokenizer
 
 
@@ -51,12 +51,6 @@ def test_no_token_spans_the_border(write):
     ids, prompt, _ = one(SupervisedData(write(("b", "a"))).load(merging))
     assert ids == [1, 0, 3]
     assert prompt == [True, False, False]
-
-
-def test_a_sequence_without_prompt_does_not_train_its_first_token(write):
-    _, prompt, trains = one(SupervisedData(write(("", "12"))).load(make_tokenizer()))
-    assert prompt == [False, False, False]
-    assert trains == [False, True, True]
 
 
 @pytest.mark.parametrize(
@@ -115,13 +109,6 @@ def test_bad_rows_are_named_by_line(write):
         SupervisedData(write(("1", "2")), response_column="answer").load(tokenizer)
 
 
-def test_a_tokenizer_without_eos_must_be_told(write):
-    tokenizer = make_tokenizer(eos=None)
-    with pytest.raises(ConfigError, match="append_eos=true: the tokenizer has no EOS token"):
-        SupervisedData(write(("1", "2"))).load(tokenizer)
-    assert one(SupervisedData(write(("1", "2")), append_eos=False).load(tokenizer))[0] == characters("12")
-
-
 @pytest.fixture
 def write_texts(tmp_path):
     def write_texts(*texts, column="text"):
@@ -154,17 +141,6 @@ def test_cutting_loses_and_adds_nothing(texts, size):
     assert apart == [text[i : i + size] for text in texts for i in range(0, len(text), size)]
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"blocks": "together"}, r"blocks='together': unknown choice \(valid: joined, apart\)"),
-    ],
-)
-def test_bad_settings_are_named(settings, message):
-    with pytest.raises(SettingsError, match=message):
-        TextData("x.jsonl", **settings)
-
-
 def test_bad_rows_are_named(write_texts):
     with pytest.raises(DataError, match=r"texts\.jsonl, line 2: the text is a int; expected a string"):
         TextData(write_texts("a", 3)).load(make_tokenizer())
@@ -172,11 +148,3 @@ def test_bad_rows_are_named(write_texts):
         TextData(write_texts("a", column="txt")).load(make_tokenizer())
     with pytest.raises(DataError, match=r"no row is left of .*: 0 of 1 rows"):
         TextData(write_texts("abc")).load(make_tokenizer())
-
-
-def test_rows_of_texts_name_the_class_that_reads_them(tmp_path):
-    file = tmp_path / "rows.jsonl"
-    file.write_text('{"text": "A film."}\n')
-    with pytest.raises(DataError, match=r"the columns \['text'\] fit .* set data\._target_=realign\.data\.TextData"):
-        SupervisedData(str(file)).load(make_tokenizer())
-    assert len(TextData(str(file), blocks="apart").load(make_tokenizer())) == 1

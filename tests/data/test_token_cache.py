@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from datetime import date
-
 import pytest
 
 from realign.cache_folder import Cache
-from realign.data import Excerpt, PreferenceData, PromptData, SupervisedData, UnpairedData
+from realign.data import PreferenceData, PromptData, SupervisedData, UnpairedData
 from realign.data.dataset import content_hash
 from realign.data.encoding import RowEncoder
-from realign.errors import SettingsError
 from realign.tokenization import Tokens
 from tests.data.chat_templates import CHATML, assistant, chat_tokenizer, user
 from tests.data.text_tokenizer import TURNS, WITH_BOS, make_tokenizer
@@ -109,24 +106,6 @@ def test_another_tokenizer_or_template_has_tokens_of_its_own(write):
     assert len(hashes) == 4
 
 
-def test_a_template_with_the_date_has_tokens_of_each_day(write, tokenized, monkeypatch):
-    """A chunk that was rendered around midnight is not kept, since its rows may have either date."""
-    days = iter(["1", "1", "1", "2", "3", "2", "2"])  # before and after the rows, if they are not in the cache
-
-    class Clock(date):
-        @classmethod
-        def today(cls):
-            return date(2026, 11, int(next(days)))
-
-    monkeypatch.setattr("realign.data.token_cache.date", Clock)
-    path = write({"messages": [user("1"), assistant("2")]})
-    dated = "{% if strftime_now %}{% endif %}" + CHATML
-    for new in (True, False, True, True):
-        tokenized.clear()
-        SupervisedData(path, cache=True).load(chat_tokenizer(dated))
-        assert bool(tokenized) == new
-
-
 class OwnData(SupervisedData):
     """A class outside of the package, which may change between two runs."""
 
@@ -137,11 +116,6 @@ def test_tokens_of_a_users_class_are_not_kept(write, tokenized):
         OwnData(write({"prompt": "123 45", "completion": "2"}), cache=True).load(make_tokenizer())
         assert tokenized
     assert not Cache("tokens").folder.exists()
-
-
-def test_a_setting_without_effect_is_an_error(write):
-    with pytest.raises(SettingsError, match="cache=true: has no effect with excerpt"):
-        PromptData(write({"prompt": "1"}), cache=True, excerpt=Excerpt(max_tokens=3))
 
 
 @pytest.mark.parametrize("at", [0, 31, 32, 100, -1])
@@ -174,12 +148,3 @@ def test_a_load_that_is_killed_keeps_its_complete_entries(write, tokenized, monk
     tokenized.clear()
     PreferenceData(path, cache=True).load(make_tokenizer())
     assert len(tokenized) == 88 * 2  # rows 512 to 599: two sequences
-
-
-def test_a_warning_about_the_template_comes_in_each_run(write, tokenized):
-    path = write({"messages": [user("1"), assistant("2"), user("3"), assistant("4")]})
-    for first in (True, False):
-        with pytest.warns(UserWarning, match="The chat template ends an assistant turn with"):
-            SupervisedData(path, cache=True).load(chat_tokenizer(CHATML, eos="<|endoftext|>"))
-        assert bool(tokenized) == first
-        tokenized.clear()

@@ -1,7 +1,7 @@
 import pytest
 
 from realign.data.writer import Template, Writer
-from realign.errors import ConfigError, DataError
+from realign.errors import DataError
 from realign.tokenization import Tokens, with_start
 from tests.data.text_tokenizer import (
     ASSISTANT,
@@ -67,26 +67,11 @@ def test_trap_a13_a_chat_prompt_is_what_the_tokenizer_itself_makes_of_it(before,
     assert ids_of(writer, messages) == ids
 
 
-def test_pair_gives_the_prompt_as_generation_sees_it_and_the_rest_apart():
-    chat = Writer(make_tokenizer(chat_template=WITH_BOS), Template.chat)
-    assert pair_of(chat, "1+2", "3") == ("<s><|user|>1+2<|end|>\n<|assistant|>", "3<|end|>\n")
-    plain = Writer(make_tokenizer(), prefix="q ", suffix=" =")
-    assert pair_of(plain, "1", " 2") == ("q 1 =", " 2")
-
-
 def test_a_template_that_rewrites_the_prompt_is_refused():
     tokenizer = make_tokenizer(chat_template=THINKING)
     with pytest.raises(DataError, match=r"when a response follows. At character 26, .*'think '.*'3<|end|>'"):
         Writer(tokenizer, Template.chat, options={"enable_thinking": False}).response("1", "3")
     assert pair_of(Writer(tokenizer, Template.chat, options={"enable_thinking": True}), "1", "3")[1] == "3<|end|>"
-
-
-def test_the_length_of_a_text_is_never_cut_or_padded_by_the_tokenizer():
-    tokenizer = make_tokenizer()
-    tokenizer.model_max_length = 3
-    tokenizer.backend_tokenizer.enable_truncation(2)
-    tokenizer.backend_tokenizer.enable_padding(length=9)
-    assert list(Tokens(tokenizer).encode(["12345", "1"])) == [characters("12345"), characters("1")]
 
 
 @pytest.mark.parametrize(
@@ -105,15 +90,3 @@ def test_a_prompt_of_the_wrong_kind_is_shown(template, value, message):
     writer = Writer(make_tokenizer(chat_template=TURNS), Template(template))
     with pytest.raises(DataError, match=message):
         writer.prompt(value)
-
-
-def test_other_mistakes_are_named():
-    with pytest.raises(ConfigError, match="the tokenizer has no chat template"):
-        Writer(make_tokenizer(), Template.chat)
-    with pytest.raises(DataError, match="prefix and suffix need a prompt that is a string"):
-        Writer(make_tokenizer(chat_template=TURNS), Template.chat, suffix="?").prompt([{"role": "user", "content": ""}])
-    with pytest.raises(DataError, match="the response is 3; expected a string"):
-        Writer(make_tokenizer()).response("1", 3)
-    refusing = make_tokenizer(chat_template="{{ raise_exception('roles must alternate') }}")
-    with pytest.raises(DataError, match=r"the chat template failed: TemplateError: roles must alternate"):
-        Writer(refusing, Template.chat).prompt("1")

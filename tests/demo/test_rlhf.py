@@ -1,12 +1,10 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
-from realign.config import ConfigError
 from realign.demo.launch import Demo
 from realign.demo.rlhf import RUNS, experiments, main
 from realign.demo.sentiment import prepare
@@ -70,19 +68,6 @@ def test_the_policy_trains_on_the_learned_reward_and_is_judged_by_the_lexicon():
     assert ppo.sample_prompts == ppo.batch_prompts
 
 
-def test_the_control_shuffles_the_labels_of_training_pairs(monkeypatch, tmp_path):
-    asked = []
-
-    def stop(folder, **settings):
-        asked.append(settings)
-        raise ConfigError("enough")
-
-    monkeypatch.setattr("realign.demo.rlhf.prepare", stop)
-    for argument in ("shuffle=true", "shuffle=false"):
-        assert main([f"output_dir={tmp_path}", argument]) == 2
-    assert [settings["shuffle"] for settings in asked] == [True, False]
-
-
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
@@ -99,13 +84,3 @@ def test_a_mistake_is_found_before_an_earlier_result_is_touched(tmp_path, capsys
     assert main([f"output_dir={tmp_path}", wrong]) == 2
     assert message in capsys.readouterr().err
     assert [p for p in tmp_path.rglob("*") if p.is_file()] == [earlier]
-
-
-def test_without_vader_the_demo_names_the_extra(monkeypatch, tmp_path, capsys):
-    from realign.rewards.sentiment import _analyzer
-
-    _analyzer.cache_clear()
-    monkeypatch.setitem(sys.modules, "vaderSentiment.vaderSentiment", None)
-    assert main([f"output_dir={tmp_path / 'demo'}"]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
-    assert not (tmp_path / "demo").exists()

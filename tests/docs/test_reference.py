@@ -48,16 +48,3 @@ def test_every_field_of_every_component_has_a_text_a_type_and_a_default_or_must_
         for field in one.entries:
             assert field.text, f"{one.key}.{field.key} has no text: write a string below the field"
             assert field.type, f"{one.key}.{field.key}"
-
-
-def test_fields_know_the_experiments_that_set_them():
-    used = pages.set_by()
-    assert used["realign.interfaces.grpo.GRPOActorInterface", "generation"][:1] == ["grpo"]
-    assert "grpo_arithmetic" in used["realign.engines.training.optimizer.Schedule", "warmup"]
-    assert ("realign.interfaces.grpo.GRPOActorInterface", "name") not in used
-
-
-def test_a_field_names_the_experiments_that_set_it(written):
-    page = written["components.md"]
-    entry = page[page.index("GAE.whiten_rewards") :].split("\n- ")[0]
-    assert "Set by lm_human_preferences, lm_human_preferences_cnndm, lm_human_preferences_tldr." in entry

@@ -18,11 +18,6 @@ def test_every_family_of_transformers_is_in_the_table_once_in_order():
     assert list(FAMILIES) == sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
-def test_a_family_that_does_not_run_packed_has_a_reason():
-    assert {row["state"] for row in FAMILIES.values()} <= set(supported_models.STATES)
-    assert [name for name, row in FAMILIES.items() if row["state"] != "packed" and not row["note"]] == []
-
-
 def test_the_page_is_generated_from_the_table():
     assert supported_models.PAGE.read_text(encoding="utf-8") == supported_models.render(FAMILIES), (
         "run python docs/supported_models.py"

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import json
-import logging
 import socket
-import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
@@ -20,8 +16,7 @@ import torch
 from openai import AsyncOpenAI, OpenAI
 
 from realign.api import GenerationConfig, MicroBatchSpec, SequenceSample
-from realign.endpoint import Endpoint, EndpointLimits, Renderer, ServedPolicy, Session, Sessions, caller, server
-from realign.endpoint.requests import read_json
+from realign.endpoint import Endpoint, EndpointLimits, Renderer, ServedPolicy, Session, Sessions, server
 from realign.endpoint.server import SPARE
 from realign.samplers.in_process.background import StreamingEngine
 from tests.endpoint.scripted import CONFIG, HELLO, KEY, letters, served, user
@@ -83,14 +78,6 @@ def test_a_chat_completion_has_text_log_probs_and_usage(client):
         assert choice.message.role == "assistant"
     assert out.usage.prompt_tokens == len("hello")
     assert out.usage.completion_tokens == sum(len(choice.logprobs.content) for choice in out.choices)
-
-
-def test_temperature_zero_is_greedy(client):
-    said = {
-        client.chat.completions.create(model="tiny", messages=HELLO, temperature=0).choices[0].message.content
-        for _ in range(3)
-    }
-    assert len(said) == 1
 
 
 def test_a_stream_has_the_text_of_the_response_without_streaming(client):
@@ -195,12 +182,6 @@ def test_a_malformed_request_is_a_client_error_and_the_endpoint_continues(endpoi
     assert client.chat.completions.create(model="tiny", messages=user("x")).choices
 
 
-def test_unknown_paths_and_methods_are_errors_in_the_format_of_the_api(endpoint):
-    for out in (post(endpoint, "/v1/completions", b"{}"), httpx2.get(f"{endpoint.url}/v1/chat/completions")):
-        assert out.status_code in (404, 405)
-        assert out.json()["error"]["code"] == "not_found"
-
-
 def test_a_model_without_a_chat_template_is_a_client_error():
     sampler = TableSampler(letters())
     with closing(sampler):
@@ -238,59 +219,6 @@ def test_a_long_prompt_is_refused_before_all_of_it_is_tokenized(characters, leas
         assert least <= renderer.tokenizer.longest < 10_000
 
 
-SETTINGS = (
-    *("chat_template", "tokenize", "add_generation_prompt", "continue_final_message", "return_dict", "tools"),
-    *("return_assistant_tokens_mask", "conversation", "tokenizer_kwargs", "padding", "max_length"),
-)
-
-
-@pytest.mark.parametrize("name", SETTINGS)
-def test_variables_of_the_chat_template_are_not_arguments_of_its_renderer(client, name):
-    extra = {"chat_template_kwargs": {"enable_thinking": False, name: "{% for i in range(10**9) %}x{% endfor %}"}}
-    with pytest.raises(openai.BadRequestError) as raised:
-        client.chat.completions.create(model="tiny", messages=HELLO, extra_body=extra)
-    assert raised.value.param == f"chat_template_kwargs.{name}"
-    extra = {"chat_template_kwargs": {"enable_thinking": False, "documents": []}}
-    assert client.chat.completions.create(model="tiny", messages=HELLO, extra_body=extra).choices
-
-
-def test_the_prompt_of_a_client_that_left_is_not_submitted():
-    sampler = TableSampler(letters())
-    with served(sampler, max_concurrent=1) as (endpoint, _):
-        session, release, rendering = opened(endpoint), threading.Event(), threading.Event()
-        renderer = endpoint.sessions.main.renderer
-        render = renderer.render
-
-        def waiting(*args, **options):
-            rendering.set()
-            assert release.wait(60)
-            return render(*args, **options)
-
-        renderer.render = waiting
-        host, path = endpoint.base_url(session).removeprefix("http://").split("/", 1)
-        head = f"POST /{path}/chat/completions HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer {session.key}\r\n"
-        with socket.create_connection(host.split(":")) as left:
-            left.sendall(f"{head}Content-Length: {len(X)}\r\n\r\n".encode() + X)
-            assert rendering.wait(60)
-        wait_until(lambda: post(endpoint, CHAT, b"{").status_code == 400)  # not 429: the request ended
-        release.set()
-        wait_until(lambda: not session.preparing.locked())
-        assert (session.started, sampler.active) == (0, [])
-        with client_of(endpoint, session) as client:
-            assert client.chat.completions.create(model="tiny", messages=HELLO).choices
-
-
-def test_names_and_arguments_that_no_text_can_be_are_client_errors(endpoint):
-    out = post(endpoint, CHAT, X.replace(b"{", b'{"\\ud800": 1, ', 1))
-    assert (out.status_code, out.json()["error"]["code"]) == (400, "unsupported_parameter")
-    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "[" * 100_000}}
-    messages = [*HELLO, {"role": "assistant", "content": "", "tool_calls": [call]}]
-    assert post(endpoint, CHAT, json.dumps({"messages": messages}).encode()).status_code == 200
-    many = [{"type": "function", "function": {"name": f"f{i}"}} for i in range(129)]
-    out = post(endpoint, CHAT, json.dumps({"messages": HELLO, "tools": many}).encode())
-    assert (out.status_code, out.json()["error"]["param"]) == (400, "tools")
-
-
 @pytest.mark.parametrize("key", ["the-ke", "the-key2", "\u00e9", None])
 def test_a_wrong_key_is_rejected(endpoint, key):
     session = opened(endpoint)
@@ -311,16 +239,6 @@ def test_the_key_of_a_session_opens_no_other_session_and_the_main_key_opens_none
             client.models.list()
     for session in (first, second):
         endpoint.sessions.close(session)
-
-
-def test_a_closed_session_rejects_calls(endpoint):
-    session = opened(endpoint)
-    with client_of(endpoint, session) as client:
-        client.chat.completions.create(model="tiny", messages=HELLO)
-        endpoint.sessions.close(session)
-        with pytest.raises(openai.AuthenticationError):
-            client.chat.completions.create(model="tiny", messages=HELLO)
-    assert len(session.capture) == 1
 
 
 def test_closing_a_session_cancels_its_unfinished_calls():
@@ -368,23 +286,6 @@ def test_a_body_of_too_many_values_is_rejected_before_it_is_parsed(endpoint, val
     assert (out.status_code, out.json()["error"]["code"]) == (413, "body_too_large")
 
 
-def test_the_endpoint_answers_while_a_body_is_read(monkeypatch):
-    reading, answered = threading.Event(), threading.Event()
-
-    def waits(body):
-        reading.set()
-        answered.wait(60)
-        return read_json(body)
-
-    monkeypatch.setattr(caller, "read_json", waits)
-    with served() as (endpoint, _), ThreadPoolExecutor(1) as threads:
-        out = threads.submit(post, endpoint, CHAT, X)
-        reading.wait(60)
-        assert httpx2.get(f"{endpoint.url}/health", timeout=60).status_code == 200
-        answered.set()
-        assert out.result().status_code == 200
-
-
 def request_head(length: int) -> bytes:
     lines = [f"POST {CHAT} HTTP/1.1", "Host: x", f"Authorization: Bearer {KEY}", f"Content-Length: {length}"]
     return "\r\n".join([*lines, "", ""]).encode()
@@ -395,12 +296,6 @@ def connected(endpoint: Endpoint) -> socket.socket:
     opened = socket.create_connection((host, int(port)))
     opened.settimeout(60)
     return opened
-
-
-def test_a_client_that_sends_its_body_too_slowly_gets_an_error():
-    with served(body_timeout_s=0.3) as (endpoint, _), connected(endpoint) as slow:
-        slow.sendall(request_head(100) + b"{")
-        assert slow.recv(4096).startswith(b"HTTP/1.1 408")
 
 
 def half_open(endpoint: Endpoint) -> socket.socket:
@@ -427,54 +322,6 @@ def test_half_open_connections_above_a_limit_are_closed_and_do_not_delay_others(
         assert len(endpoint._server.server_state.connections) <= 2 + SPARE
         for one in held:
             one.close()
-
-
-def test_a_client_that_sends_its_headers_too_slowly_is_cut_off(monkeypatch):
-    monkeypatch.setattr(server, "HEADERS_S", 1.0)
-    monkeypatch.setattr(server, "_IDLE_S", 2.0)
-    with served() as (endpoint, _), connected(endpoint) as silent, half_open(endpoint) as slow:
-        for one in (silent, slow):
-            with suppress(ConnectionResetError):
-                assert one.recv(1) == b""
-        with connected(endpoint) as kept:  # also the headers of a second request
-            kept.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
-            assert kept.recv(4096).startswith(b"HTTP/1.1 200")
-            kept.sendall(b"GET /health HTTP/1.1\r\nX: ")
-            with suppress(ConnectionResetError):
-                while kept.recv(4096):
-                    pass
-
-
-def test_connections_that_cannot_be_accepted_are_logged_once(caplog):
-    with served() as (endpoint, _):
-
-        async def fail() -> None:
-            loop = asyncio.get_running_loop()
-            loop.set_exception_handler(endpoint._server.loop_failed)
-            for _ in range(1000):
-                error = OSError(errno.EMFILE, "Too many open files")
-                loop.call_exception_handler({"message": "socket.accept() out of system resource", "exception": error})
-            loop.call_exception_handler({"message": "something else"})
-
-        with caplog.at_level(logging.WARNING):
-            asyncio.run(fail())
-    assert len(caplog.records) == 2
-    assert "cannot accept connections" in caplog.records[0].message
-    assert caplog.records[0].exc_info is None
-    assert "something else" in caplog.records[1].message
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="there is no limit on descriptors")
-def test_an_endpoint_raises_the_soft_limit_on_descriptors_and_leaves_half_of_them_to_the_run():
-    import resource
-
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
-        assert server.most_connections(512) == min(512 + SPARE, hard // 2 if hard > 0 else 10**9)
-        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 256
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_a_client_that_does_not_read_its_stream_is_cut_off_at_the_time_limit():
@@ -581,17 +428,3 @@ def test_200_concurrent_sessions_lose_and_duplicate_no_token_and_their_log_probs
     sampled_T, logprobs_T = torch.cat([s.sampled for s in flat]), torch.cat([s.logprobs for s in flat])
     assert int(sampled_T.sum()) == sum(len(r) for responses in received.values() for r in responses)
     assert (again - logprobs_T)[sampled_T].abs().max() < 1e-4
-
-
-def test_endpoints_end_while_clients_are_waiting():
-    config = GenerationConfig(max_new_tokens=10_000_000, fixed_length=True)
-    before = set(threading.enumerate())
-    with served(config=config, limit=None) as (endpoint, sampler):
-        one = connected(endpoint)
-        one.sendall(request_head(len(X)) + X)
-        wait_until(lambda: sampler.active)
-        endpoint.close()
-        assert one.recv(4096).startswith(b"HTTP/1.1 503")
-        wait_until(lambda: not sampler.active)
-    assert not [t for t in threading.enumerate() if t.name == "endpoint" and t not in before]
-    one.close()

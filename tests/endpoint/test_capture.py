@@ -65,17 +65,6 @@ def test_a_rewritten_history_begins_a_new_sequence(prompt):
     assert [s.calls for s in capture.sequences()] == [1, 1]
 
 
-def test_a_template_that_drops_reasoning_from_the_history_begins_a_new_sequence():
-    template = "{% for m in messages %}{{ m.content.split('!')[-1] }}{% endfor %}"
-    capture, writer = Capture(), renderer(template)
-    messages = [{"role": "user", "content": "q"}]
-    first = capture.prompt(writer, writer.render(messages))
-    capture.add(writer, first, said(ids("hm!yes")))
-    messages += [{"role": "assistant", "content": "hm!yes"}, {"role": "user", "content": "r"}]
-    second = capture.prompt(writer, writer.render(messages))
-    assert (second.parent, list(second.ids)) == (None, ids("qyesr"))
-
-
 def test_a_response_that_several_sequences_contain_trains_once():
     capture, writer = Capture(), renderer()
     call(capture, writer, "ab", "x.")

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 
 import pytest
 import torch
-import yaml
 
 from realign.api import Completion
 from realign.endpoint import Capture
@@ -15,7 +13,6 @@ from realign.endpoint.response_parsing import ParsedResponse, ToolCall
 from tests.endpoint.chat_families import (
     FAMILIES,
     FOLDER,
-    RESPONSE_TEMPLATES,
     SAID,
     THEN,
     TOOLS,
@@ -46,17 +43,6 @@ def played(family: Family) -> Capture:
     return capture
 
 
-def test_every_fixture_is_listed_with_its_source_and_unchanged():
-    listed = yaml.safe_load((FOLDER / "SOURCES.yaml").read_text(encoding="utf-8"))
-    files = {path.name for path in FOLDER.iterdir() if path.suffix in (".jinja", ".json")}
-    assert set(listed) == files
-    assert {f"{family.name}.jinja" for family in FAMILIES} == files - {"response_templates.json"}
-    for name, entry in listed.items():
-        assert entry["source"]
-        assert entry["license"]
-        assert hashlib.sha256((FOLDER / name).read_bytes()).hexdigest() == entry["sha256"], name
-
-
 @each_family
 def test_conversations_render_as_recorded(family):
     assert written(family) == (FOLDER / f"{family.name}.txt").read_text(encoding="utf-8")
@@ -72,18 +58,6 @@ def test_tool_calls_reasoning_and_content_of_sampled_responses_are_found(family)
     why, then = (WHY, THEN) if family.reasoning else (None, None)
     assert called == ParsedResponse("", (ToolCall("multiply", json.dumps({"a": 3, "b": 4})),), why)
     assert answered == ParsedResponse(SAID, (), then)
-
-
-@pytest.mark.parametrize("name", RESPONSE_TEMPLATES)
-@pytest.mark.parametrize("text", ["no marks", '<tool_call>\n{"name": "multiply", "argum', "</think>", "{}"])
-def test_a_response_in_another_format_is_never_lost(name, text):
-    family = next(f for f in FAMILIES if f.parts == name)
-    renderer = family_renderer(family)
-    before = renderer.encode(rendered(family, histories(family)[0]))
-    parsed = renderer.parse(renderer.encode(text), before=before, tools=TOOLS)
-    shown = parsed.content + (parsed.reasoning or "") + "".join(call.name for call in parsed.tool_calls)
-    assert shown.strip() in text
-    assert shown.strip() or text in ("</think>",)
 
 
 @each_family

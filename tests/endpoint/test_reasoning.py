@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from openai import OpenAI
 
@@ -60,17 +59,3 @@ def test_reasoning_is_returned_separately_and_a_history_without_it_becomes_a_fur
     assert renderer.decode(dropped.ids[dropped.sampled].tolist()) == ANSWER
     assert kept.logprobs[kept.sampled].unique().tolist() == [-2.0, -1.0]
     assert torch.equal(dropped.logprobs, -3 * dropped.sampled.float())
-
-
-@pytest.mark.parametrize("field", ["reasoning_content", "reasoning", "thinking"])
-def test_clients_may_send_reasoning_back_under_the_names_that_are_in_use(field):
-    with (
-        scripted(family_renderer(QWEN3), sampled(QWEN3)) as (endpoint, session, _),
-        OpenAI(base_url=endpoint.base_url(session), api_key=session.key, max_retries=0) as client,
-    ):
-        messages = [SYSTEM, QUESTION]
-        called = said(client.chat.completions.create(model="policy", messages=messages, tools=TOOLS).choices[0].message)
-        called[field] = called.pop("reasoning_content")
-        messages += [called, {"role": "tool", "tool_call_id": called["tool_calls"][0]["id"], "content": "12"}]
-        client.chat.completions.create(model="policy", messages=messages, tools=TOOLS)
-    assert [sequence.calls for sequence in session.capture.sequences()] == [2]

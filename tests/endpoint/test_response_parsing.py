@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-import importlib.util
 import json
-import logging
 
 import pytest
 
@@ -98,34 +96,16 @@ def test_a_response_that_is_read_in_pieces_has_the_parts_of_the_whole_and_no_par
                 assert whole.tool_calls[: len(part.tool_calls)] == part.tool_calls
 
 
-def test_an_invalid_response_template_of_a_tokenizer_is_a_configuration_error():
-    with pytest.raises(ConfigError, match="the response template of the tokenizer is invalid"):
-        Renderer(tokenizer({"fields": {}}))
-
-
 NAMED = {family.name: family for family in FAMILIES}
-EXACT = [family for family in FAMILIES if family.parts and family.name != "hermes2_pro"]
 
 
 def of_family(name: str, *, parses: bool = False):
     return family_tokenizer(NAMED[name], parses=parses)
 
 
-def without_trl(monkeypatch) -> None:
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "trl" else find(name))
-
-
 def test_without_the_setting_the_tokenizer_determines_the_response_template():
     assert response_template(of_family("qwen3"), "") is None
     assert response_template(of_family("qwen3", parses=True), "") == RESPONSE_TEMPLATES["qwen3"]
-
-
-def test_a_missing_package_is_an_error_that_names_the_extra(monkeypatch):
-    without_trl(monkeypatch)
-    for given in ("auto", "qwen3"):
-        with pytest.raises(ConfigError, match=r"realign-rl\[tools\]"):
-            response_template(of_family("qwen3"), given)
 
 
 def test_a_json_file_replaces_the_response_template_of_the_tokenizer(tmp_path):
@@ -143,39 +123,3 @@ def test_files_that_are_missing_or_invalid_are_configuration_errors(tmp_path):
         file.write_text(text)
         with pytest.raises(ConfigError, match="response_template="):
             response_template(of_family("qwen3"), str(file))
-
-
-def test_the_response_template_of_another_family_is_a_configuration_error(tmp_path):
-    file = tmp_path / "qwen3.json"
-    file.write_text(json.dumps(RESPONSE_TEMPLATES["qwen3"]))
-    with pytest.raises(ConfigError, match="start anchor"):
-        Renderer(of_family("llama3_2"), response_template=str(file))
-
-
-def test_a_chat_template_that_requires_tools_can_have_a_response_template(tmp_path):
-    file = tmp_path / "qwen3.json"
-    file.write_text(json.dumps(RESPONSE_TEMPLATES["qwen3"]))
-    renderer = Renderer(of_family("hermes2_pro"), response_template=str(file))
-    assert renderer.tokenizer.response_template == RESPONSE_TEMPLATES["qwen3"]
-
-
-def test_tools_without_a_response_template_are_reported_once(caplog):
-    renderer = Renderer(of_family("mistral_v13"))
-    with caplog.at_level(logging.WARNING):
-        for _ in range(2):
-            renderer.render([{"role": "user", "content": "x"}], MULTIPLY)
-    assert [record.levelname for record in caplog.records if "response_template=auto" in record.message] == ["WARNING"]
-
-
-@pytest.mark.slow
-def test_trl_knows_the_chat_templates_of_the_families():
-    """The fixtures of the response templates are those of TRL."""
-    pytest.importorskip("trl", reason="needs the extra tools")
-    for family in EXACT:
-        template = Renderer(of_family(family.name), response_template="auto").tokenizer.response_template
-        assert template == RESPONSE_TEMPLATES[family.parts], family.name
-    assert response_template(of_family("hermes2_pro"), "qwen2_5") == RESPONSE_TEMPLATES["qwen3"]
-    with pytest.raises(ConfigError, match="TRL knows no response template"):
-        response_template(of_family("hermes2_pro"), "auto")
-    with pytest.raises(ConfigError, match=r"unknown family.*qwen3"):
-        response_template(of_family("qwen3"), "qwen99")

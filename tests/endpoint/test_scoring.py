@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import openai
 import pytest
 import torch
 from openai import OpenAI
@@ -56,18 +55,6 @@ def test_the_most_likely_tokens_of_a_chat_are_those_of_the_softmax_at_its_temper
         [one.logprob for one in choice.logprobs.content], abs=1e-4
     )
     assert all(one.top_logprobs == [] for one in plain.logprobs.content)
-
-
-@pytest.mark.parametrize("top", [-1, 21, True])
-def test_a_number_of_most_likely_tokens_out_of_range_is_an_error(client, top):
-    with pytest.raises(openai.BadRequestError) as raised:
-        client.chat.completions.create(model="m", messages=HELLO, logprobs=True, top_logprobs=top)
-    assert raised.value.param == "top_logprobs"
-
-
-def test_most_likely_tokens_need_logprobs(client):
-    with pytest.raises(openai.BadRequestError, match="requires logprobs=true"):
-        client.chat.completions.create(model="m", messages=HELLO, top_logprobs=2)
 
 
 def test_long_texts_are_scored_in_chunks(monkeypatch):

@@ -12,8 +12,6 @@ from openai import OpenAI
 
 from realign.api import GenerationConfig
 from realign.endpoint import Endpoint, EndpointLimits, Renderer, ServedPolicy, Session, Sessions
-from realign.endpoint.caller import call_beginning
-from realign.endpoint.requests import ApiError
 from tests.endpoint.scripted import END, HELLO, KEY, ScriptedSampler
 from tests.table_sampler import TableSampler
 from tests.tiny import TEXT, VOCAB, tiny_tokenizer
@@ -93,15 +91,6 @@ def test_a_named_function_is_called_and_its_call_is_parsed():
         assert tiny_tokenizer().decode(free.prompt_token_ids) == "add:ask:hello?!"
 
 
-def test_required_begins_with_the_text_that_all_tools_share():
-    with client() as (_, openai_client):
-        ask = {"model": "m", "messages": HELLO, "tool_choice": "required", "extra_body": {"return_token_ids": True}}
-        out = openai_client.chat.completions.create(**ask, tools=TOOLS).choices[0]
-        assert tiny_tokenizer().decode(out.prompt_token_ids) == "add:ask:hello?!call a"
-        out = openai_client.chat.completions.create(**ask, tools=TOOLS[:1]).choices[0]
-        assert tiny_tokenizer().decode(out.prompt_token_ids) == "add:hello?!call add "
-
-
 def test_the_beginning_is_no_trained_token_and_the_next_turn_continues_the_sequence():
     with client() as (endpoint, _):
         session = Session(endpoint.sessions.main, "p/0")
@@ -142,44 +131,6 @@ def test_a_tokenizer_without_a_response_template_cannot_force_a_call():
     ):
         openai_client.chat.completions.create(model="m", messages=HELLO, tools=TOOLS, tool_choice="required")
     assert (raised.value.param, raised.value.code) == ("tool_choice", "unsupported_value")
-
-
-def test_a_template_that_renders_no_call_after_the_prompt_cannot_force_one():
-    plain = tokenizer()
-    plain.chat_template = "{% if messages[-1].role == 'user' %}x{% endif %}y"
-    with pytest.raises(ApiError, match="renders no call after the prompt"):
-        call_beginning(Renderer(plain), HELLO, ["add"], TOOLS)
-
-
-@pytest.mark.parametrize(
-    ("template", "hidden"),
-    [
-        ("{{ messages[0].content }}", "hello"),
-        (
-            "{% if tools %}{{ tools[0].function.name }}{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}",
-            "add",
-        ),
-        (TEMPLATE, None),
-    ],
-)
-def test_a_template_that_does_not_show_all_tools_is_refused_as_in_rows(template, hidden):
-    plain = tokenizer()
-    plain.chat_template = template
-    tools = [tool("hello"), tool("add")]  # the message has the name of a tool, too
-    with closing(TableSampler(text_table())) as sampler:
-        backend = ServedPolicy(sampler, Renderer(plain), GenerationConfig(max_new_tokens=4), 100)
-        with closing(Endpoint(Sessions(backend, KEY), EndpointLimits(), model="tiny")) as endpoint:
-            endpoint.start()
-            with OpenAI(base_url=f"{endpoint.url}/v1", api_key=KEY, max_retries=0) as client_:
-                ask = {"model": "m", "messages": HELLO}
-                client_.chat.completions.create(**ask)
-                client_.chat.completions.create(**ask, tools=tools, tool_choice="none")
-                if hidden is None:
-                    client_.chat.completions.create(**ask, tools=tools)
-                    return
-                with pytest.raises(openai.BadRequestError, match=f"drops the tool '{hidden}'") as raised:
-                    client_.chat.completions.create(**ask, tools=tools)
-                assert raised.value.param == "tools"
 
 
 @pytest.mark.parametrize("stream", [False, True])

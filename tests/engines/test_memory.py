@@ -12,7 +12,7 @@ from realign.api import GenerationConfig, Lengths, MicroBatchSpec, SequenceSampl
 from realign.api.memory import EstimatesMemory, MemoryWork
 from realign.engines import OptimizerSpec, TorchOptimizer, TransformersModel
 from realign.engines.memory import MemoryModel, moment_bytes
-from realign.models import Causal, Lora, QHeads, TopLayers, Value, ValueHead
+from realign.models import Causal, QHeads, Value, ValueHead
 from realign.models.model_shape import shape_of
 from realign.models.network import decoder
 from realign.models.network.kv_cache import KVCache
@@ -156,15 +156,6 @@ def test_ranks_gather_fused_layers_in_the_dtype_of_products_and_others_in_fp32(d
     modules = MemoryModel(shape, CPU, dtype, keep_rollout=keeps, fused_rollout=False).estimate(work)
     casts = 2 * shape.in_layers + head if size == 2 else 0
     assert modules.sampling_copy + modules.rollout_weights == 4 * shape.parameters + casts
-
-
-def test_a_reference_branch_copies_the_layers_that_train():
-    shape = shape_of(tiny_config("llama"), Causal(), trains=TopLayers(1))
-    of_layers = MemoryModel(shape, CPU, torch.float32, optimizer=OptimizerSpec(lr=1e-3))
-    work = MemoryWork(True, True, False, 64, 64, references=(None,))
-    assert of_layers.estimate(work).references == 4 * shape.trained
-    adapters = shape_of(tiny_config("llama"), Causal(), trains=Lora(rank=2))
-    assert MemoryModel(adapters, CPU, torch.float32).estimate(work).references == 0
 
 
 def test_weights_in_4_bits_are_an_eighth_of_the_matrices():

@@ -11,9 +11,8 @@ from collections.abc import Iterator
 import pytest
 
 from realign.api.environment import Response
-from realign.environments import EnvironmentFailure, EnvironmentPool, Limits, SharedLoop, TurnWriter
-from realign.environments import event_loops as loops
-from tests.environments.environment_fixtures import Blocking, Plain
+from realign.environments import EnvironmentPool, Limits, SharedLoop, TurnWriter
+from tests.environments.environment_fixtures import Blocking
 from tests.tiny import tiny_tokenizer
 
 BLOCKED = "a call blocked the event loop, which was abandoned"
@@ -77,18 +76,6 @@ def test_a_step_that_blocks_fails_and_what_finished_in_time_keeps_its_result(cap
     assert converse(given, "good", "good") == [1.0, 1.0]
 
 
-def test_environments_of_an_abandoned_loop_fail_in_their_later_turns(caplog):
-    answers = converse(shared(), "good", "second step blocks", "two turns", "two turns")
-    blocked = f"no answer within timeout_s=2: {BLOCKED}"
-    assert answers == [1.0, blocked, blocked, blocked]
-    with opened(shared()) as pool:
-        pool.reset([({"name": how, "how": how}, 0) for how in ("step blocks", "good")])
-        (answer,) = pool.step({0: SAID})
-        assert answer.failure == blocked
-        (answer,) = pool.step({1: SAID})
-        assert (answer.step, answer.failure) == (None, LOST)
-
-
 def test_a_reset_that_blocks_fails_and_the_next_batch_has_a_new_loop(caplog):
     given = shared()
     with opened(given) as pool:
@@ -97,62 +84,12 @@ def test_a_reset_that_blocks_fails_and_the_next_batch_has_a_new_loop(caplog):
     assert converse(given, "good") == [1.0]
 
 
-def test_a_call_that_swallows_its_cancellation_fails_alone(caplog):
-    given = shared()
-    expected = "no answer within timeout_s=2; the call ignored its cancellation and was left running"
-    assert converse(given, "good", "swallows", "two turns") == [1.0, expected, 1.0]
-    assert not threads()  # the loop ends although one of its tasks does not
-    assert caplog.text == ""
-
-
 def test_closing_takes_no_reward_back_and_waits_for_a_limited_time(caplog):
     assert converse(shared(), "close swallows", "good", "leaves a task") == [1.0, 1.0, 1.0]
     assert caplog.text.count("closing an environment failed") == 1
     caplog.clear()
     assert converse(shared(), "close blocks", "good") == [1.0, 1.0]
     assert "blocked its event loop" in caplog.text
-
-
-def test_an_environment_does_not_end_the_loop_of_the_others(caplog):
-    assert converse(shared(), "good", "stops the loop", "exits in a task", "two turns") == [1.0] * 4
-    assert "abandoned" not in caplog.text
-
-
-@pytest.mark.slow
-def test_batches_in_a_row_leave_one_thread_for_each_blocked_loop(caplog):
-    given = shared(concurrency=2)
-    for blocked in range(1, 4):
-        answers = converse(given, "step blocks", "good", "good", "good", "good")
-        assert answers[0] == f"no answer within timeout_s=2: {BLOCKED}"
-        assert converse(given, *["good"] * 5) == [1.0] * 5
-        assert len(threads()) == blocked
-    assert caplog.text.count("blocked its event loop") == 1
-
-
-@pytest.mark.slow
-def test_too_many_blocked_threads_end_the_run(caplog, monkeypatch):
-    monkeypatch.setattr(loops, "MOST_BLOCKED", 1)
-    given = shared()
-    converse(given, "step blocks")
-    with pytest.raises(EnvironmentFailure, match="mine: 2 threads are blocked by calls that do not return"):
-        converse(given, "step blocks")
-    Blocking.release.set()
-    while threads():
-        time.sleep(0.01)
-    Blocking.release.clear()
-    converse(given, "step blocks")  # calls that have returned are not counted
-
-
-def test_slow_calls_of_many_are_not_taken_for_a_loop_that_is_blocked(caplog):
-    class Slow(Blocking):
-        async def step(self, response):
-            time.sleep(0.35)
-            return "", 1.0, True, False, {}
-
-    with opened(shared(), Slow) as pool:
-        pool.reset([({"name": "slow", "how": "slow"}, 0)] * 9)  # together they exceed the limit of a single call
-        assert [answer.failure for answer in pool.step(dict.fromkeys(range(9), SAID))] == [""] * 9
-    assert caplog.text == ""
 
 
 @pytest.mark.parametrize("how", ["step blocks", "waits", "swallows"])
@@ -177,14 +114,6 @@ def test_an_exception_of_a_signal_handler_ends_the_wait_at_once(how):
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert Blocking.closed == ([] if how == "step blocks" else [how])
-
-
-def test_plain_environments_need_no_more_than_the_loop_of_their_batch():
-    with opened(shared(), Plain) as pool:
-        pool.reset([({}, 0)] * 3)
-        assert [answer.failure for answer in pool.step(dict.fromkeys(range(3), SAID))] == [""] * 3
-        assert len(threads()) == 1
-    assert not threads()
 
 
 def test_concurrent_batches_share_a_loop_and_leave_it_when_a_call_of_one_blocks_it(caplog):

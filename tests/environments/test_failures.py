@@ -70,9 +70,3 @@ def test_the_first_traceback_of_an_environment_is_logged_in_full_and_later_ones_
     line = line_of(getattr(cls, method), raising)
     assert f'environment_fixtures.py", line {line}, in {method}' in logged
     assert logged.endswith(exception)
-
-
-def test_an_environment_without_failures_logs_nothing(caplog):
-    Failures("mine", 0.0).check([], 4)
-    assert failures_of(fixtures.BadConstructor, {}, pages=1) == []
-    assert not [record for record in caplog.records if record.name.startswith("realign.")]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +15,6 @@ from realign.environments.tools import load_tools
 from realign.errors import ConfigError
 from tests.environments import environment_fixtures as fixtures
 from tests.environments import tool_fixtures
-from tests.environments.environment_fixtures import COMMAND
 from tests.tiny import tiny_tokenizer
 
 FILE = Path(fixtures.__file__)
@@ -53,11 +51,6 @@ def test_what_is_no_environment_is_refused_before_anything_is_loaded(name, argum
         load_environment(name, arguments)
 
 
-def test_the_check_of_a_class_gets_its_arguments_before_the_run():
-    with pytest.raises(ConfigError, match="tag=a"):
-        load_environment(f"{MODULE}:Checked", {"tag": "a"})
-
-
 def test_a_seed_is_given_to_those_who_take_one():
     assert takes_seed(fixtures.Tool().reset)
     assert takes_seed(lambda row, **more: None)
@@ -65,7 +58,6 @@ def test_a_seed_is_given_to_those_who_take_one():
 
 
 FIXTURES = tool_fixtures.__name__
-needs_mcp = pytest.mark.skipif(importlib.util.find_spec("mcp") is None, reason="needs the extra mcp")
 
 
 @contextmanager
@@ -119,25 +111,3 @@ def test_reset_gets_the_tools_and_steps_call_them(name, monkeypatch):
 def test_a_class_that_cannot_call_tools_is_a_configuration_error(name, message):
     with pytest.raises(ConfigError, match=message):
         load_with_tools(f"{FIXTURES}:{name}", {}, load_tools([f"{FIXTURES}:multiply"], []))
-
-
-def test_schemas_of_functions_are_those_of_the_toolbox():
-    (schema,) = load_tools([f"{FIXTURES}:multiply"], []).schemas()
-    assert schema["function"]["name"] == "multiply"
-
-
-@pytest.mark.slow
-@needs_mcp
-def test_the_tools_of_an_mcp_server_are_called_by_steps_and_each_episode_has_its_own_connection():
-    sources = load_tools([f"{FIXTURES}:lookup"], [COMMAND])
-    assert [schema["function"]["name"] for schema in sources.schemas()][:2] == ["lookup", "multiply"]
-    with pool("Given", [f"{FIXTURES}:lookup"], [COMMAND]) as environments:
-        assert not any(answer.failure for answer in environments.reset([({}, k) for k in range(3)]))
-        called = environments.step({k: calling("multiply", f'{{"a": {k}, "b": 10}}') for k in range(3)})
-        assert [observed(answer) for answer in called] == ["0", "10", "20"]
-        ended, lost, other = environments.step({0: calling("end", "{}"), 1: saying("10"), 2: calling("fail", "{}")})
-        assert "MCP server failed in a call of the tool 'end'" in ended.failure
-        assert lost.step.reward == 1.0
-        assert observed(other).startswith("error: ValueError")
-        (last,) = environments.step({2: saying("20")})
-        assert last.step.reward == 1.0

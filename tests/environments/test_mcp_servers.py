@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import traceback
-from contextlib import contextmanager
 
 import pytest
 
 from realign.environments.tools import McpServer, load_tools
 from realign.errors import ConfigError
-from tests.bad_answers import BAD, answered, bad_server
 from tests.environments.environment_fixtures import COMMAND
 
 pytestmark = pytest.mark.slow
@@ -71,21 +68,6 @@ def test_a_server_that_ends_fails_the_episode():
     asyncio.run(episode())
 
 
-def test_equal_names_of_two_sources_are_a_configuration_error():
-    async def episode():
-        async with load_tools(["tests.environments.tool_fixtures:multiply"], [COMMAND]).open():
-            raise AssertionError("opened")
-
-    with pytest.raises(ConfigError, match="two tools have the name 'multiply'"):
-        asyncio.run(episode())
-
-
-@pytest.mark.parametrize("given", ["", "'", "   "])
-def test_a_setting_that_is_neither_a_url_nor_a_command_is_a_configuration_error(given):
-    with pytest.raises(ConfigError, match="mcp="):
-        McpServer.of(given)
-
-
 @pytest.mark.parametrize("given", ["false", "/no/such/program", "http://127.0.0.1:9/mcp"])
 def test_a_server_that_cannot_be_reached_is_an_error_that_names_it(given):
     async def connect():
@@ -129,100 +111,5 @@ def test_a_secret_of_the_environment_is_inserted_into_the_url_and_never_shown(mo
     assert "s3cret" not in "".join(traceback.format_exception(raised.value))
 
 
-def test_the_error_of_a_command_shows_its_program_only():
-    async def connect():
-        async with McpServer.of("false --token s3cret").connect():
-            raise AssertionError("connected")
-
-    with pytest.raises(ConnectionError, match="cannot connect to the MCP server 'false'") as raised:
-        asyncio.run(connect())
-    assert "s3cret" not in str(raised.value)
-
-
 def test_a_url_is_reached_over_http():
     assert McpServer.of("http://127.0.0.1:9/mcp") == McpServer(url="http://127.0.0.1:9/mcp")
-
-
-SILENT = {"a dripping body", "dripping headers", "endlessly provisional", "silence"}
-"""Answers that an episode waits for until its deadline."""
-
-
-def rpc(request, **answer):
-    return answered(json.dumps({"jsonrpc": "2.0", "id": request["id"], **answer}).encode())
-
-
-@contextmanager
-def mcp_server(calls, *, method="tools/call"):
-    """Serve MCP over HTTP with a tool for each of `calls`, which answers a request of this method."""
-    tools = [{"name": name, "inputSchema": {"type": "object"}} for name in calls]
-    ours = {"name": "x", "version": "1"}
-
-    def answer(request, number):
-        if request is None or "id" not in request:
-            return answered(b"", "202 Accepted" if request else "405 No")
-        if request["method"] == method:
-            return calls[request["params"].get("name", next(iter(calls)))](request)
-        if request["method"] == "initialize":
-            version = request["params"]["protocolVersion"]
-            return rpc(request, result={"protocolVersion": version, "capabilities": {"tools": {}}, "serverInfo": ours})
-        if request["method"] == "tools/list":
-            return rpc(request, result={"tools": tools})
-        return rpc(request, error={"code": -32601, "message": "no"})
-
-    with bad_server(answer) as url:
-        yield url
-
-
-async def told(url, name):
-    """Call a tool in an episode of its own; return its text, or the error of the episode."""
-    try:
-        async with asyncio.timeout(20 if name not in SILENT else 2), load_tools([], [url]).open() as tools:
-            return await tools.call(name, "{}")
-    except Exception as error:
-        return error
-
-
-def test_a_server_that_fails_fails_its_episode_and_is_not_what_the_policy_did_wrong(monkeypatch):
-    """Each tool fails in another way."""
-    monkeypatch.setattr("realign.rewards.pool.http.LARGEST_ANSWER", 2**21)
-    bad = {name: lambda request, name=name: BAD[name]() for name in BAD}
-    wrong = {
-        "no content": lambda request: rpc(request, result={}),
-        "no part": lambda request: rpc(request, result={"content": [None]}),
-        "a fault of the server": lambda request: rpc(request, error={"code": -32603, "message": "no disk"}),
-    }
-    text = {"content": [{"type": "text", "text": "42"}]}
-    good = {
-        "late": lambda request: [0.1, *rpc(request, result=text)],
-        "a fault of the policy": lambda request: rpc(request, error={"code": -32602, "message": "no n"}),
-        "a fault of the tool": lambda request: rpc(request, error={"code": 0, "message": "n < 0"}),
-    }
-
-    async def episodes(url):
-        return await asyncio.gather(*(told(url, name) for name in calls))
-
-    calls = bad | wrong | good
-    with mcp_server(calls) as url:
-        answers = dict(zip(calls, asyncio.run(episodes(url)), strict=True))
-    assert {name: answer for name, answer in answers.items() if isinstance(answer, str)} == {
-        "late": "42",
-        "a fault of the policy": "error: ValueError: no n",
-        "a fault of the tool": "error: ValueError: n < 0",
-    }
-    assert {name: error for name, error in answers.items() if isinstance(error, TimeoutError) != (name in SILENT)} == {}
-    for name in (bad.keys() | wrong.keys()) - SILENT:
-        assert isinstance(answers[name], ConnectionError)
-        assert "MCP server" in str(answers[name])
-        assert len(str(answers[name]).splitlines()) == 1
-    assert "the answer has more than 2,097,152 bytes" in str(answers["an endless body"])
-    assert "the answer is compressed" in str(answers["a compression bomb"])
-
-
-@pytest.mark.parametrize("method", ["initialize", "tools/list"])
-def test_a_server_that_fails_when_an_episode_begins_is_an_error_in_one_line(method):
-    for bad in ("nothing", "half a body", "html", "status 503", "a list"):
-        with mcp_server({"t": lambda request, bad=bad: BAD[bad]()}, method=method) as url:
-            error = asyncio.run(told(url, "t"))
-        assert isinstance(error, ConnectionError)
-        assert "MCP server" in str(error)
-        assert len(str(error).splitlines()) == 1

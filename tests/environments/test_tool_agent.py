@@ -5,12 +5,11 @@ import contextlib
 
 import pytest
 import torch
-from httpx2 import ConnectError
 
 from realign.api import GenerationConfig, MicroBatchSpec, Model, SequenceSample
 from realign.environments import Toolbox
 from realign.environments.tool_agent import chat
-from realign.errors import ConfigError, SettingsError
+from realign.errors import ConfigError
 from realign.interfaces.agent import AgentInterface
 from tests.endpoint.chat_families import FAMILIES, family_renderer, sampled
 from tests.endpoint.scripted import ScriptedSampler, scripted
@@ -67,15 +66,6 @@ def test_a_reward_that_cannot_be_used_fails_the_episode(reward, error):
         episode(sampled(QWEN), reward=reward)
 
 
-def test_other_errors_of_the_endpoint_fail_the_episode():
-    with scripted(family_renderer(QWEN), []) as (endpoint, session, _):
-        address = endpoint.base_url(session)
-        with pytest.raises(ValueError, match="status 401"):
-            asyncio.run(chat(address, "wrong", ROW, tools=Toolbox([multiply]), reward=f"{FIXTURES}:score"))
-    with pytest.raises(ConnectError):
-        asyncio.run(chat(address, "", ROW, tools=Toolbox([multiply]), reward=f"{FIXTURES}:score"))
-
-
 def run_of(interface: AgentInterface) -> SequenceSample:
     renderer = family_renderer(QWEN)
     model = Model("agent", None, renderer.tokenizer, external_sampler=ScriptedSampler(renderer, sampled(QWEN)))
@@ -96,21 +86,3 @@ def test_functions_of_the_config_are_the_tools_of_a_run():
     out = run_of(settings(tools=[f"{FIXTURES}:multiply"]))
     assert out["rewards"].tolist() == [1.0]
     assert out["turns"].tolist() == [2]
-
-
-@pytest.mark.slow
-def test_the_tools_of_an_mcp_server_are_the_tools_of_a_run():
-    pytest.importorskip("mcp", reason="needs the extra mcp")
-    from tests.environments.environment_fixtures import COMMAND
-
-    out = run_of(settings(mcp=[COMMAND]))
-    assert out["rewards"].tolist() == [1.0]
-    assert out["turns"].tolist() == [2]
-
-
-def test_settings_without_effect_are_errors():
-    for name in ("tools", "mcp"):
-        with pytest.raises(SettingsError, match=f"{name}=.*no effect with command"):
-            AgentInterface(command=["true"], **{name: ["x:y"]})
-    with pytest.raises(ConfigError, match="schema cannot be derived"):
-        settings(tools=[f"{FIXTURES}:undocumented"]).open()

@@ -1,9 +1,7 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
-from functools import partial
 
 import pytest
 
@@ -78,19 +76,6 @@ def test_a_tool_that_is_not_reachable_fails_the_episode(error):
         call("down", "{}", down)
 
 
-def test_text_that_no_tokenizer_encodes_is_replaced():
-    assert call("lookup", r'{"word": "\ud800"}') == '{"word": "?", "language": "en"}'
-
-
-def test_a_tool_that_is_canceled_is_no_text_for_the_policy():
-    async def canceled() -> None:
-        """Wait."""
-        raise asyncio.CancelledError
-
-    with pytest.raises(asyncio.CancelledError):
-        call("canceled", "{}", canceled)
-
-
 @pytest.mark.parametrize(
     ("names", "message"),
     [
@@ -124,16 +109,3 @@ def test_agents_that_cannot_use_tools_are_configuration_errors():
         load_agent("tests.environments.agent_fixtures:scripted", {}, tools)
     with pytest.raises(ConfigError, match="without 'tools'"):
         load_agent(f"{FIXTURES}:with_tools", {})
-
-
-def test_mcp_servers_without_the_package_are_an_error_that_names_the_extra(monkeypatch):
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "mcp" else find(name))
-    with pytest.raises(ConfigError, match=r"realign-rl\[mcp\]"):
-        load_tools([], ["python server.py"])
-
-
-def test_the_result_of_a_partial_function_is_awaited_if_it_is_a_coroutine():
-    tool = function_tool(fixtures.lookup)
-    result = asyncio.run(partial(tool.run, {"word": "deux", "language": "fr"})())
-    assert result == {"word": "deux", "language": "fr"}

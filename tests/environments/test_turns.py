@@ -35,29 +35,11 @@ def test_trap_a13_plain_text_gets_no_start_token():
 CHAT = (
     "{% for m in messages %}({{ m.role }}:{{ m.content }}<eos>\n{% endfor %}{% if add_generation_prompt %}({% endif %}"
 )
-BARE = "{% for m in messages %}{{ m.role }} {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}A {% endif %}"
 
 
 def test_text_becomes_one_message_of_the_role_behind_the_end_of_the_answer():
     assert writer(CHAT).between("7", ids("x.")) == ids("\n(tool:7.\n(")
     assert writer(CHAT, role="user").between("7", ids("xy")) == ids(".\n(user:7.\n(")
-
-
-def test_a_template_without_end_tokens_ends_an_answer_by_its_own_text():
-    assert writer(BARE).between("7", ids("x")) == ids("\ntool 7\nA ")
-    assert writer(BARE).between("7", ids("x\n")) == ids("tool 7\nA ")
-    assert writer(BARE).between("7", ()) == ids("\ntool 7\nA ")  # after a turn that was cut off, with any last token
-    assert writer(BARE).between("7", ids("x.")) == ids("\ntool 7\nA ")
-
-
-def test_the_words_of_an_observation_are_no_part_of_the_search_for_the_answer():
-    chat = writer("the {{ messages[0].content }} answer question " + CHAT)
-    assert chat.between("answer", ids("x.")) == ids("\n(tool:answer.\n(")
-
-
-def test_options_reach_the_template():
-    chat = writer("{{ messages[-2].content }}{{ mark }}{{ messages[-1].content }}", options={"mark": "!"})
-    assert chat.between("7", ids("x.")) == ids("!7")
 
 
 def test_a_template_that_hides_the_answer_is_refused():

@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -23,14 +22,6 @@ pytestmark = pytest.mark.slow
 def example(monkeypatch):
     monkeypatch.syspath_prepend(str(EXAMPLES))
     return importlib.import_module
-
-
-def interpreter(package: str) -> str:
-    """Return the interpreter with a package, from the environment."""
-    variable = f"{package.upper()}_PYTHON"
-    if variable not in os.environ:
-        pytest.skip(f"{variable} is not set: needs the interpreter of a Python environment with {package}")
-    return os.environ[variable]
 
 
 def needs(module: str, package: str) -> None:
@@ -57,16 +48,6 @@ def checked(result, printed: str, *, steps: int = 2) -> dict[str, float]:
 def test_a_policy_trains_on_an_environment_of_a_package(adapter, module, package, example, tmp_path, capsys):
     needs(module, package)
     result = example("adapters").main([adapter, "--output-dir", str(tmp_path), *SHORT])
-    last = checked(result, capsys.readouterr().out)
-    assert 0 < last["reward_before"] < 1
-
-
-@pytest.mark.parametrize("adapter", ["openenv", "verifiers"])
-def test_a_policy_trains_on_an_environment_in_another_python_environment(adapter, example, tmp_path, capsys):
-    if adapter == "openenv":
-        needs("websockets", "websockets")
-    python = interpreter(adapter)
-    result = example("adapters").main([adapter, "--python", python, "--output-dir", str(tmp_path), *SHORT])
     last = checked(result, capsys.readouterr().out)
     assert 0 < last["reward_before"] < 1
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib
 import json
 from pathlib import Path
 
 import pytest
-
-from realign.api.environment import Response
 
 ROOT = Path(__file__).parents[2]
 
@@ -18,40 +15,6 @@ ROOT = Path(__file__).parents[2]
 def example(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT))
     return lambda name: importlib.import_module(f"examples.{name}")
-
-
-def talk(environment, row: dict, *texts: str) -> list[tuple]:
-    """Return what an environment answers to each text: observation, reward, terminated, truncated."""
-
-    async def conversation():
-        assert await environment.reset(row, seed=0) == ("", {})
-        return [(await environment.step(Response(text, (), turn, False)))[:4] for turn, text in enumerate(texts)]
-
-    return asyncio.run(conversation())
-
-
-def test_the_calculator_computes_what_it_is_asked_and_judges_the_rest(example):
-    make, row = example("calculator_agent").Calculator, {"answer": "29842"}
-    assert talk(make(), row, "calc 347*86", "answer 29842") == [
-        ("= 29842\n", 0.0, False, False),
-        ("", 1.0, True, False),
-    ]
-    assert talk(make(), row, "calc 9*7", "calc 347*86") == [
-        ("= 63\n", 0.0, False, False),
-        ("= 29842\n", 0.0, False, False),
-    ]
-    for wrong in ("answer 29843", "29842", "calc 347*", "calc 1234567*2", "calc 2**9"):
-        assert talk(make(), row, wrong) == [("", 0.0, True, False)]
-
-
-def test_the_game_says_higher_and_lower_and_ends_with_the_secret(example):
-    make, row = example("guessing_game").GuessingGame, {"secret": 5}
-    assert talk(make(), row, "3", "6", "5") == [
-        ("higher", 0.0, False, False),
-        ("lower", 0.0, False, False),
-        ("", 1.0, True, False),
-    ]
-    assert talk(make(), row, "higher") == [("", 0.0, True, False)]
 
 
 @pytest.mark.parametrize(

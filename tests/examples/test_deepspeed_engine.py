@@ -10,12 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from examples import deepspeed_engine
 from examples.deepspeed_engine import DeepSpeedModel
 from realign.demo.arithmetic import prepare
-from realign.engines import LoadBalancing, OptimizerSpec, Sharding, TorchOptimizer
-from realign.errors import ConfigError
-from realign.models import Causal, QHeads, Value, ValueHead
+from realign.engines import OptimizerSpec
+from realign.models import Value
 from realign.testing import check_engine, random_batch
 from tests.engines.distributed import scenarios
 from tests.engines.distributed.run_ranks import run_ranks
@@ -124,30 +122,3 @@ def test_a_run_chooses_it_by_target(tmp_path: Path) -> None:
         lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
         nll[name] = [json.loads(line).get("nll", 0) for line in lines]
     assert nll["deepspeed"] == pytest.approx(nll["own"], rel=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"sharding": Sharding(reshard=False)}, r"models.actor.sharding: .* Set models.actor.stage"),
-        ({"load_balancing": LoadBalancing(0.1)}, r"models.actor.load_balancing: not supported"),
-        ({"head": Causal(ValueHead(q_heads=QHeads()))}, r"models.actor.head.value_head.q_heads: not supported"),
-        (
-            {"optimizer": TorchOptimizer(of="torch.optim.Muon")},
-            r"models.actor.optimizer=torch.optim.Muon: it updates whole",
-        ),
-    ],
-)
-def test_settings_that_deepspeed_lacks_are_refused(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], message: str
-) -> None:
-    monkeypatch.setattr(deepspeed_engine, "find_spec", lambda name: name)
-    settings = {"optimizer": OptimizerSpec(), **settings}
-    with pytest.raises(ConfigError, match=message):
-        DeepSpeedModel(str(folder / "llama"), device="cpu", **settings).check("actor")
-
-
-def test_a_missing_package_is_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deepspeed_engine, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"^models.actor: DeepSpeed is not installed. Run pip install"):
-        DeepSpeedModel(str(folder / "llama")).check("actor")

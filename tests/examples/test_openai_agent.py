@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -39,39 +38,3 @@ def test_the_agent_over_http_starts_with_the_episodes_of_the_environment_class_a
     rewards, expected = (one.series("reward") for one in (result, in_process))
     # later steps differ by the rounding of log-probs, which depends on how calls are batched
     assert sum(rewards) / steps == pytest.approx(sum(expected) / steps, abs=0.1)
-
-
-def multiply(expression: str) -> str:
-    """Compute a product, such as 12*34.
-
-    Args:
-        expression: The product.
-    """
-    a, b = expression.split("*")
-    return str(int(a) * int(b))
-
-
-def right(prompt: str, response: str, row: dict) -> float:
-    return float(response == f"answer {row['answer']}")
-
-
-@pytest.mark.slow
-def test_the_agent_of_the_package_with_the_same_tool_plays_the_episodes_of_the_example(modules, tmp_path):
-    calculator, example = modules
-    calculator.prepare(tmp_path / "task", 1)
-    start, learn = calculator.experiments(tmp_path, 1, 100, 1)
-    run(start)
-    example.write_templates(tmp_path / "sft" / "final" / "actor")
-    theirs = example.with_agent(learn, tmp_path)
-    ours = replace(theirs, output_dir=tmp_path / "tools", evaluation=None)
-    given = theirs.interfaces["agent"]
-    arguments = {"reward": f"{__file__}:right", "max_turns": example.MAX_CALLS}
-    agent = replace(
-        given, agent="realign.environments.tool_agent:chat", arguments=arguments, tools=[f"{__file__}:multiply"]
-    )
-    ours = replace(ours, interfaces={**theirs.interfaces, "agent": agent})
-    played, expected = run(ours), run(replace(theirs, evaluation=None))
-    assert played.series("missing_rewards") == [0.0]
-    assert played.series("turns")[0] > 1  # some episodes used the tool
-    for name in ("reward", "turns", "response_tokens"):
-        assert played.series(name) == expected.series(name), name

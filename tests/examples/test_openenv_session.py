@@ -73,9 +73,3 @@ def test_a_session_is_the_messages_of_one_connection(connect):
         {"type": "step", "data": {"code": "b"}},
     ]
     assert connection.closed
-
-
-def test_an_error_of_the_server_fails_the_episode(connect):
-    example = connect(Connection({"type": "error", "data": {"message": "full", "code": "CAPACITY_REACHED"}}))
-    with pytest.raises(ValueError, match=r"the OpenEnv server answered .*CAPACITY_REACHED"):
-        talk(example.OpenEnvSession("http://127.0.0.1:8000"))

@@ -32,13 +32,6 @@ def test_ranks_are_between_minus_one_and_one_and_equal_rewards_share_one(estimat
     assert ranks_S.tolist() == [-0.5, 1.0, -0.5, 0.0, 0.0, 0.0]
 
 
-def test_a_response_that_does_not_train_has_no_part_in_the_ranks(estimator):
-    data = SequenceSample.from_sequences(["a"], {"input_ids": [[[1, 2]] * 3]})
-    data = data.with_tokens(loss_mask=torch.tensor([False, True, False, True, False, False]))
-    data = data.with_sequences(rewards=torch.tensor([1.0, 2.0, 3.0]))
-    assert estimator.estimate(Rewards.of(data), data, identity)[:2].tolist() == [-1.0, 1.0]
-
-
 @pytest.mark.parametrize("kl", [KLPenalty(), KLPenalty("reward")], ids=["no KL", "KL in the reward"])
 def test_a_train_step_keeps_the_invariances(estimator, kl):
     inputs = ["input_ids", "loss_mask", "logprobs", "rewards", "ref_logprobs"]

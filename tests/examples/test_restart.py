@@ -104,10 +104,6 @@ def test_a_slurm_job_is_requeued_after_a_transient_failure_and_after_preemption(
     assert (result.code, result.requeues) == (code, ["requeue 42"])
 
 
-def test_a_slurm_job_is_requeued_if_the_failure_could_not_be_recorded(execute):
-    assert execute("slurm/train.sbatch", (75, None)).requeues == ["requeue 42"]
-
-
 def test_the_loop_restarts_a_run_until_it_succeeds(execute):
     result = execute("restart.sh", (75, 1), (75, 1), (75, 2), (0, None))
     assert (result.code, len(result.calls)) == (0, 4)
@@ -130,18 +126,3 @@ def test_the_exit_code_of_the_first_rank_that_failed_decides_under_torchrun(exec
     result = execute("restart.sh", (75, 1), (75, 1), (75, 2), (code, 1))
     assert (result.code, len(result.calls)) == (code, 4)
     assert execute("restart.sh", (75, 1), (0, None)).code == 0
-
-
-@pytest.mark.usefixtures("ranks")
-def test_ranks_that_were_killed_without_a_record_are_restarted_whatever_an_earlier_record_says(execute):
-    """The third failure without a record stops the loop. The record of the first failure has a count of 2."""
-    result = execute("restart.sh", (75, 2), (137, None), (137, None), (137, None))
-    assert (result.code, len(result.calls)) == (75, 4)
-    assert "3 consecutive failures without progress" in result.errors
-
-
-@pytest.mark.usefixtures("ranks")
-def test_a_signal_ends_the_loop_under_torchrun(execute):
-    """torchrun exits with 1 after a signal, and the ranks record none."""
-    result = execute("restart.sh", (143, None))
-    assert (result.code, len(result.calls)) == (143, 1)

@@ -9,7 +9,6 @@ from transformers import BartForConditionalGeneration
 
 from examples.tiny_bart import write
 from realign.config import build_experiment, compose
-from realign.errors import ConfigError
 from realign.runtime import run
 from tests.small_task import small_task
 
@@ -81,8 +80,3 @@ def test_ppo_trains_a_critic_that_shares_the_decoder_with_a_penalty_to_a_referen
     assert kl[0] == pytest.approx(0, abs=1e-4)
     assert abs(kl[-1]) > 1e-3
     assert (tmp_path / "run" / "final" / "actor" / "value_head.safetensors").is_file()
-
-
-def test_the_loss_of_prompts_is_an_error_at_launch(task, tmp_path):
-    with pytest.raises(ConfigError, match=r"data\.train_on_prompt=true: not supported, because models\.actor is an"):
-        trained(task, tmp_path / "run", "sft_arithmetic", "steps=1", "data.train_on_prompt=true")

@@ -90,19 +90,6 @@ def test_trap_f2_the_cap_takes_tokens_out_of_the_denominator_or_truncates():
     assert weight_T.tolist() == pytest.approx([1.0, math.exp(2), math.exp(-1), 0.0])
 
 
-def test_a_floor_is_the_other_end_of_the_cap():
-    args = (torch.tensor([0.0, 2.0, -1.0]), torch.zeros(3), ones(3), cu_seqlens_of([3]))
-    weight_T, keep_T, _ = behavior_weights(*args, floor=0.5, cap=2.0, mode=CapMode.mask)  # IcePop
-    assert keep_T.tolist() == [True, False, False]
-    assert weight_T.tolist() == [1, 0, 0]
-    weight_T, keep_T, _ = behavior_weights(*args, floor=0.5, cap=2.0, mode=CapMode.truncate)  # TIS with both bounds
-    assert keep_T.tolist() == [True] * 3
-    assert weight_T.tolist() == [1, 2, 0.5]
-    weight_T, keep_T, _ = behavior_weights(*args, floor=0.5)
-    assert keep_T.tolist() == [True, True, False]
-    assert weight_T.tolist() == pytest.approx([1, math.exp(2), 0])
-
-
 def test_trap_f4_a_sequence_is_kept_or_dropped_as_a_whole():
     proximal_T = torch.tensor([0.5, -0.25, 0.75, 0.1, -0.2])
     weight_T, keep_T, _ = behavior_weights(
@@ -110,22 +97,6 @@ def test_trap_f4_a_sequence_is_kept_or_dropped_as_a_whole():
     )
     assert keep_T.tolist() == [False, False, False, True, True]
     assert weight_T.tolist() == pytest.approx([0, 0, 0, math.exp(-0.1), math.exp(-0.1)])
-
-
-@pytest.mark.parametrize(
-    ("level", "clamped"),
-    [
-        (ImportanceLevel.token, [True, False, False, False, False, False]),
-        (ImportanceLevel.sequence, [True, True, False, True, True, False]),
-        (ImportanceLevel.geometric, [True, True, False, False, False, False]),
-    ],
-)
-@pytest.mark.parametrize("bounds", [{}, {"cap": 2.0}, {"cap": 2.0, "mode": CapMode.truncate}], ids=str)
-def test_weights_that_the_limit_of_log_ratios_changes_are_marked_whatever_the_bounds(level, clamped, bounds):
-    proximal_T = torch.tensor([25.0, 0.0, -math.inf, 15.0, 15.0, 20.0])  # 15 + 15 is above the limit, 20 is not
-    mask_T = torch.tensor([True, True, False, True, True, True])
-    weights = behavior_weights(proximal_T, torch.zeros(6), mask_T, cu_seqlens_of([3, 2, 1]), level=level, **bounds)
-    assert weights.clamped_T.tolist() == clamped
 
 
 @pytest.mark.parametrize("level", [ImportanceLevel.sequence, ImportanceLevel.geometric])

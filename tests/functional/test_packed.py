@@ -57,15 +57,6 @@ def test_segments_equal_a_loop(lengths, random):
     assert broadcast_to_tokens(ids_S, cu_seqlens).tolist() == [s for s, n in enumerate(lengths) for _ in range(n)]
 
 
-def test_segment_sum_is_fp32_or_fp64_and_independent_of_the_packing():
-    x_T = torch.randn(7, generator=torch.Generator().manual_seed(0))
-    assert segment_sum(x_T.bfloat16(), cu_seqlens_of([7])).dtype == torch.float32
-    assert segment_sum(x_T.double(), cu_seqlens_of([7])).dtype == torch.float64
-    assert segment_sum(x_T > 0, cu_seqlens_of([7])).tolist() == [float((x_T > 0).sum())]
-    packed = segment_sum(torch.cat([torch.full((3,), 1e8), x_T]), cu_seqlens_of([3, 7]))
-    assert packed[1] == segment_sum(x_T, cu_seqlens_of([7]))[0]
-
-
 def test_bad_input_is_named():
     with pytest.raises(ValueError, match=r"negative.*-2"):
         cu_seqlens_of([1, -2])

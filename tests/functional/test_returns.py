@@ -184,11 +184,6 @@ def test_packed_n_step_returns_equal_a_loop_over_sequences(lengths, gamma, n, se
         start += length
 
 
-def test_n_step_returns_need_at_least_one_step():
-    with pytest.raises(ValueError, match="n must be at least 1, found 0"):
-        n_step(REWARDS, VALUES, ALL, CU, gamma=0.9, n=0)
-
-
 def test_bad_input_is_named():
     with pytest.raises(ValueError, match=r"gamma must be in \[0, 1\], found 1.1"):
         discounted_returns(REWARDS, ALL, CU, gamma=1.1)

@@ -40,13 +40,6 @@ def test_the_choice_is_that_of_sorting_each_group(rows, k):
         assert best(*map(list, zip(*rows, strict=True)), k) == sorted(expected)
 
 
-def test_ties_go_to_the_first_in_batches_of_any_size():
-    rewards_S, group_S = torch.zeros(20_000), torch.arange(20_000) % 2  # at this size an unstable sort reorders ties
-    rewards_S[::7] = 1
-    keep_S = keep_best(rewards_S, group_S, torch.ones(20_000, dtype=torch.bool), 3)
-    assert keep_S.nonzero()[:, 0].tolist() == [0, 7, 14, 21, 28, 35]
-
-
 def test_bad_input_of_the_choice_is_named():
     with pytest.raises(ValueError, match="k must be at least 1, found 0"):
         best([1], [0], [True], 0)

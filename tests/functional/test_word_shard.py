@@ -95,21 +95,3 @@ def test_logprobs_entropy_and_gradients_are_those_of_all_rows_in_one_process(
             torch.testing.assert_close(own, value)
         torch.testing.assert_close(hidden_gradient, gradients[0])
         torch.testing.assert_close(weight_gradient, gradients[1][rows])
-
-
-def test_a_complete_head_has_the_rows_of_all_processes() -> None:
-    _, head, _ = make()
-
-    def of_thread(thread: int, shard: WordShard) -> LMHead:
-        rows = slice(shard.start, shard.start + shard.rows)
-        assert head.bias_V is not None
-        own = replace(head, weight_VH=head.weight_VH[rows], bias_V=head.bias_V[rows], shard=shard)
-        assert own.words == V
-        return own.first(V - 1).complete()
-
-    for complete in in_threads(3, of_thread):
-        assert complete.words == V - 1
-        assert complete.shard is None
-        assert torch.equal(complete.weight_VH, head.weight_VH[:-1])
-        assert complete.bias_V is not None
-        assert torch.equal(complete.bias_V, head.bias_V[:-1])

@@ -7,8 +7,6 @@ import dis
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
@@ -60,15 +58,4 @@ def attempt(call: Callable[[], Any], *names: str) -> Any:
 LARGEST = 2**63 - 1
 NUMBERS = st.one_of(
     st.integers(-2, 4), st.sampled_from([2**31, 2**62, LARGEST, 2**63, 2**64, -(2**63)]), st.floats(), st.booleans()
-)
-JUNK = st.one_of(
-    st.none(),
-    NUMBERS,
-    st.text(max_size=3),
-    st.binary(max_size=3),
-    st.just({}),
-    st.just(torch.tensor(1)),
-    st.just(torch.zeros(2, 3)),
-    st.just(torch.zeros(0)),
-    st.just(np.zeros((1, 2))),
 )

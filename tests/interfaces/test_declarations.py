@@ -125,23 +125,10 @@ def test_a_plan_states_how_many_responses_generate_returns_and_their_length(inte
     assert {int((~mask).sum()) for mask in out.sequences("prompt_mask")} == {plan.longest_response} == {LIMIT}
 
 
-@pytest.mark.parametrize("interface", SAMPLING[:-1], ids=name)
-def test_a_plan_contains_the_sampling_settings_of_an_actor(interface):
-    plan = interface.plan()
-    assert plan.generation is interface.generation
-    assert plan.sampler == interface.generation.describe()
-    assert plan.exact_sampling
-
-
 @pytest.mark.parametrize("cls", [RAFTActorInterface, RFTActorInterface])
 @pytest.mark.parametrize("changed", [{"top_k": 3}, {"top_p": 0.5}, {"greedy": True, "n": 1}], ids=str)
 def test_a_plan_says_that_distorted_sampling_is_not_exact(cls, changed):
     assert not cls(generation=GenerationConfig(**changed)).plan().exact_sampling
-
-
-def test_greedy_sampling_is_never_exact():
-    plan = GreedyInterface(SAMPLER).plan()
-    assert (plan.sampler, plan.exact_sampling) == ("greedy", False)
 
 
 @pytest.mark.parametrize("interface", SCORING, ids=name)
@@ -345,18 +332,6 @@ def test_every_key_that_a_method_needs_changes_its_result(cls, kwargs, method):
     whole = outcome(cls(**kwargs), method, data)
     unread = {key for key in needs if outcome(cls(**kwargs), method, changed(data, key)) == whole}
     assert unread <= set().union(*(EXCEPTIONS.get((kind.__name__, method), set()) for kind in cls.__mro__))
-
-
-def test_a_critic_replays_the_experts_that_it_gets():
-    data = full_batch(PPOCriticInterface(), "inference").select(["input_ids", "loss_mask", ROUTER_EXPERTS])
-    outcomes = [outcome(PPOCriticInterface(), "inference", x) for x in (data, changed(data, ROUTER_EXPERTS))]
-    assert outcomes[0].keys() == {"values", "bootstrap_values"}
-    assert all(outcomes[0][key] != outcomes[1][key] for key in outcomes[0])
-
-
-def test_every_interface_is_found():
-    names = {cls.__name__ for cls, *_ in declarations()}
-    assert names == {cls.__name__ for cls in interfaces()} >= {"PPOActorInterface", "AgentInterface"}
 
 
 def test_a_constant_declaration_is_a_class_attribute_and_a_method_of_a_user_overrides_it():

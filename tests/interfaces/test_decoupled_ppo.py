@@ -15,7 +15,6 @@ from realign.api import (
     SequenceSample,
     stat_values,
 )
-from realign.config import build_experiment, compose
 from realign.functional import ImportanceLevel
 from realign.interfaces.components import (
     GAE,
@@ -209,39 +208,6 @@ def test_trap_f3_metrics_of_the_weights_exist_where_both_policies_are_known_and_
     assert "behavior_rejected_fraction" not in stat_values(decoupled().batch_stats(model, data))
 
 
-@pytest.mark.parametrize("behavior", [-30.0, -1e4, -math.inf])
-def test_a_token_that_the_sampler_calls_impossible_has_a_weight_of_at_most_5_by_default(behavior):
-    data = batch([[0.0, 0.0], [0.0]])
-    data = data.with_tokens(logprobs=data["logprobs"].index_fill(0, torch.tensor([1]), behavior))
-    assert DecoupledPPOActorInterface().correction.correct(data).weight_T[data["loss_mask"]].tolist() == [5, 1, 1]
-    assert gradient(DecoupledPPOActorInterface(), data, data["prox_logprobs"]).tolist() == pytest.approx(
-        [0, -5 / 3, -1 / 3, 0, -1 / 3]
-    )
-    metrics = stat_values(DecoupledPPOActorInterface().correction.stats(data))
-    assert metrics["behavior_truncated_fraction"] == pytest.approx(1 / 3)
-    assert metrics["behavior_clamped_fraction"] == pytest.approx(1 / 3)
-    unbounded = decoupled().correction
-    assert float(unbounded.correct(data).weight_T.max()) == pytest.approx(math.exp(20))
-    assert stat_values(unbounded.stats(data))["behavior_clamped_fraction"] == pytest.approx(1 / 3)
-
-
-CORRECTION = "interfaces.actor.correction"
-
-
-@pytest.mark.parametrize(
-    ("overrides", "weight"),
-    [
-        ([], RatioRange(cap=5.0)),
-        ([f"{CORRECTION}.weight.level=sequence"], RatioRange(SEQUENCE, cap=5.0)),
-        ([f"{CORRECTION}.rejection.cap=3"], RatioRange(cap=5.0)),
-        ([f"{CORRECTION}.weight.cap=null"], RatioRange()),
-    ],
-)
-def test_other_settings_on_the_command_line_keep_the_default_cap(overrides, weight):
-    composed = compose(["experiment=grpo_arithmetic", f"{CORRECTION}=importance_correction", *overrides])
-    assert build_experiment(composed).interfaces["actor"].correction.weight == weight
-
-
 def test_trap_f4_a_response_is_rejected_as_a_whole_whatever_its_tokens_say():
     """The ratio and the advantage of the second token are harmless, but its response is rejected."""
     data = batch([[0.5, -0.25, 0.75], [0.1, -0.2]], [[-0.5, 0.25, -0.25], [1.0, 1.0]])
@@ -309,12 +275,6 @@ def test_staleness_is_that_of_the_oldest_and_of_the_newest_token_of_a_response()
     assert (fresh["staleness_head"], fresh["staleness_tail"], fresh["staleness_max"]) == (0.0, 0.0, 0.0)
     unknown = train_once(interface, data.select(data.keys - {"versions"}), MicroBatchSpec()).metrics
     assert not [k for k in unknown if "staleness" in k]
-
-
-def test_the_plan_says_that_staleness_is_corrected_for():
-    assert DecoupledPPOActorInterface().plan().corrects_staleness
-    assert not DecoupledPPOActorInterface(correction=None).plan().corrects_staleness
-    assert not PPOActorInterface().plan().corrects_staleness
 
 
 def learn(interface: DecoupledPPOActorInterface, *, staleness: int, shuffle: bool, steps: int = 16) -> list[float]:

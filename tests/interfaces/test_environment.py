@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import asyncio
 import math
 import pickle
 from concurrent.futures import ThreadPoolExecutor
@@ -15,14 +14,12 @@ from realign.api.sample import INDEX_KEYS
 from realign.api.sampling_mask import masks_of
 from realign.engines import OptimizerSpec, SharedModel
 from realign.environments import EnvironmentFailure
-from realign.environments import event_loops as loops
 from realign.errors import ConfigError
 from realign.interfaces import raft
 from realign.interfaces.components import GAE, KLPenalty, Normalization, RewardShaping, TurnReturns
 from realign.interfaces.environment import EnvironmentInterface, with_environment
 from realign.interfaces.grpo import GRPOActorInterface
 from realign.interfaces.ppo import PPOActorInterface, dataflow
-from realign.interfaces.reward_model import RewardModelInterface
 from realign.interfaces.rule_reward import RuleRewardInterface
 from realign.rewards.terms import FunctionTerm
 from realign.runtime import CheckpointSpec, run
@@ -177,14 +174,6 @@ def test_tools_for_an_environment_that_takes_none_are_a_configuration_error_befo
         interface.open()
 
 
-def test_without_a_response_template_the_content_of_a_turn_is_its_text():
-    Calling.seen.clear()
-    data = batch({"q": {}})
-    hold(settings("tests.environments.tool_fixtures:Calling"), Scripted({"q/0/turn0": "hi."}), data)
-    (response,) = Calling.seen
-    assert (response.content, response.tool_calls, response.reasoning) == (response.text, (), None)
-
-
 def test_trap_a12_sampled_tokens_are_never_encoded_again():
     """A sampler may split text differently than the tokenizer. Training uses the sampled tokens."""
     tokenizer = tiny_tokenizer()
@@ -195,12 +184,6 @@ def test_trap_a12_sampled_tokens_are_never_encoded_again():
     out = hold(settings(), engine, batch({"q": row}), tokenizer)
     assert lists(out, "input_ids") == [ids("ab") + ids("hello.") + [97] + ids("hello.")]
     assert engine.contexts[1]["q/0/turn1"] == ids("ab") + ids("hello.") + [97]
-
-
-def test_an_observation_of_token_ids_is_taken_as_it_is():
-    row = {"script": [([5, 6], 0.0, False, False, {}), (torch.tensor([9]), 0.0, False, False, {}), WON]}
-    out = hold(settings(), Scripted({f"q/0/turn{k}": "x." for k in range(3)}), batch({"q": row}))
-    assert lists(out, "input_ids") == [ids("ab") + ids("x.") + [5, 6] + ids("x.") + [9] + ids("x.")]
 
 
 TEMPLATE = (
@@ -239,18 +222,6 @@ def test_trap_a11_two_consecutive_tool_messages_are_one_turn_of_the_template():
     assert lists(out, "loss_mask") == [[not given for given, text in golden for _ in text]]
 
 
-def test_what_a_template_cannot_write_is_said():
-    with pytest.raises(ConfigError, match="chat=true: the tokenizer has no chat template"):
-        hold(settings(chat=True), Scripted({}), batch({"q": {"script": []}}))
-    strict = chat_tokenizer()
-    strict.chat_template = "{{ raise_exception('tools are not for me') }}"
-    row = {"script": [("7", 0.0, False, False, {})]}
-    with pytest.raises(EnvironmentFailure, match="the chat template failed: TemplateError: tools are not for me"):
-        hold(settings(chat=True), Scripted({"q/0/turn0": "x."}), batch({"q": row}), strict)
-    with pytest.raises(EnvironmentFailure, match="the chat template has already formatted the prompt"):
-        hold(settings(chat=True), Scripted({}), batch({"q": {"script": [], "opening": "c"}}), chat_tokenizer())
-
-
 def test_episodes_end_by_the_environment_by_turns_and_by_tokens():
     never = [("7", 0.0, False, False, {})] * 9
     rows = {
@@ -274,14 +245,6 @@ def test_episodes_end_by_the_environment_by_turns_and_by_tokens():
     assert max(after) <= interface.plan().longest_response == 24
     assert [len(c) for c in engine.contexts] == [5, 3, 1]  # all live episodes take their turn in the same call
     assert [world.closed for world in Tool.made] == [1] * 5
-
-
-def test_an_opening_that_leaves_no_room_ends_the_episode_before_it_begins():
-    row = {"script": [], "opening": "0123456789"}
-    with pytest.warns(UserWarning, match=r"max_episode_tokens=12: no episode .* had a turn, .*max_new_tokens=8"):
-        out = hold(settings(max_episode_tokens=12), Scripted({}), batch({"q": row}))
-    assert (lists(out, "input_ids"), out["truncated"].tolist()) == ([ids("ab")], [True])
-    assert (out["rewards"].tolist(), out["rewards"].dtype) == ([0.0], torch.float32)
 
 
 def test_dense_rewards_stand_at_the_last_sampled_token_of_each_turn():
@@ -401,13 +364,6 @@ def test_a_turn_that_times_out_gets_its_reward_if_there_is_one_and_failures_are_
         hold(settings(BAD, timeout_s=0.2), engine, batch(rows))
 
 
-def test_a_time_out_of_reset_has_no_reward_since_no_turn_caused_it():
-    patient = settings(f"{FIXTURES}:Stuck", timeout_s=0.2, timeout_reward=0.0, max_failed_fraction=1.0)
-    out = hold(patient, Scripted({}), batch({"q": {}}))
-    assert out["rewards"].isnan().all()
-    assert out["failure"].tolist() == [1]
-
-
 def test_an_episode_may_change_its_row():
     """Four episodes of one row, of two prompts and two batches, begin with the same board."""
     row = {"board": [0, 0]}
@@ -417,23 +373,6 @@ def test_an_episode_may_change_its_row():
         out = hold(interface, engine, batch({"q": row, "r": row}))
         assert out["rewards"].tolist() == [3 + 4] * 4  # the sizes of the board after each turn
     assert row == {"board": [0, 0]}
-
-
-def test_blocked_event_loops_are_counted_over_the_batches_of_a_run(caplog, monkeypatch):
-    monkeypatch.setattr(loops, "MOST_BLOCKED", 1)
-    interface = settings(f"{FIXTURES}:Blocking", timeout_s=2.0, max_failed_fraction=0.5)
-    interface._loop.limits = replace(interface._loop.limits, grace_s=1.0)
-    rows = {name: {"name": name, "how": how} for name, how in (("q", "good"), ("r", "step blocks"))}
-    engine = Scripted({"q/0/turn0": "x.", "r/0/turn0": "x."})
-    Blocking.release.clear()
-    try:
-        assert hold(interface, engine, batch(rows))["rewards"].isnan().tolist() == [False, True]
-        assert caplog.text.count("blocked its event loop") == 1
-        with pytest.raises(EnvironmentFailure, match="2 threads are blocked by calls that do not return"):
-            hold(interface, engine, batch(rows))
-        assert caplog.text.count("blocked its event loop") == 1
-    finally:
-        Blocking.release.set()
 
 
 def test_calls_of_several_threads_are_bounded_together():
@@ -450,13 +389,6 @@ def test_calls_of_several_threads_are_bounded_together():
     with ThreadPoolExecutor(5) as pool:
         assert list(pool.map(one, "abcde")) == [[1.0] * 4] * 5
     assert (Busy.now, Busy.most) == (0, 2)
-
-
-def test_it_can_be_called_where_an_event_loop_runs():
-    async def notebook():
-        return hold(settings(), Scripted({"q/0/turn0": "x."}), batch({"q": {"script": [WON]}}))
-
-    assert asyncio.run(notebook())["rewards"].tolist() == [1.0]
 
 
 def seeds(interface: EnvironmentInterface, order: list[str], **model) -> dict[tuple[str, int], int]:
@@ -511,24 +443,6 @@ def test_an_environment_replaces_sampling_and_reward_of_any_graph():
         with_environment(two)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"max_episode_tokens": 7}, "max_episode_tokens=7: must be at least generation.max_new_tokens=8"),
-        ({"role": "user"}, "role=user: has no effect with chat=false"),
-    ],
-)
-def test_settings_out_of_range_are_refused(changes, message):
-    with pytest.raises(ValueError, match=message):
-        settings(**changes)
-
-
-def test_the_plan_tells_samplers_under_which_ratios_would_be_wrong():
-    greedy = settings(generation=GenerationConfig(greedy=True, max_new_tokens=8))
-    assert not greedy.plan().exact_sampling
-    assert settings().plan().exact_sampling
-
-
 @pytest.fixture
 def functions(tmp_path):
     path = tmp_path / "functions.py"
@@ -560,11 +474,6 @@ def test_functions_score_whole_episodes_and_their_rewards_are_added_to_those_of_
     assert ("dense_rewards" in out) is dense
 
 
-def test_a_model_cannot_score_episodes_here():
-    with pytest.raises(ConfigError, match="reward: RewardModelInterface needs a model"):
-        settings(reward=RewardModelInterface())
-
-
 def test_a_conversation_is_trained_over_the_tokens_that_its_turns_were_drawn_from():
     engine = tiny_engine(optimizer=OptimizerSpec(lr=1e-2))
     generation = GenerationConfig(n=2, max_new_tokens=8, top_k=5, sampling_replay=True)
@@ -576,26 +485,6 @@ def test_a_conversation_is_trained_over_the_tokens_that_its_turns_were_drawn_fro
     assert counts_T.tolist() == [5 if x else 0 for x in sampled_T.tolist()]
     scored = engine.forward(out, MicroBatchSpec(), lambda output, mb: mb.with_tokens(rescored=output.logprobs()))
     torch.testing.assert_close(scored["rescored"][sampled_T], out["logprobs"][sampled_T], atol=1e-5, rtol=1e-4)
-
-
-def test_a_conversation_with_a_mixture_of_experts_is_trained_with_its_choices():
-    """The second prompt has no room for a turn, so nothing is recorded for it."""
-    engine = tiny_engine("qwen3_moe", optimizer=OptimizerSpec(lr=1e-2), model={"tie_word_embeddings": False})
-    generation = GenerationConfig(n=2, max_new_tokens=8, router_replay=True)
-    interface = settings(generation=generation)
-    script = [("7 and 8", 0.0, False, False, {}), ("no", 0.0, False, False, {}), WON]
-    out = hold(interface, engine, batch({"q": {"script": script}, "r": {"script": [WON], "opening": "x" * 40}}))
-    assert out.keys == {*interface.keys("generate").writes, *INDEX_KEYS}
-    assert out["turns"].tolist() == [3, 3, 0, 0]
-    assert [len(x) for x in out.sequences("router_experts")] == [*map(len, out.sequences()[:2]), 0, 0]
-    assert (out["router_experts"].amin(-1) < 0).sum() == 2  # the last token of each conversation
-    with torch.no_grad():
-        for layer in engine.module.model.layers:  # ties, whose order rounding decides
-            layer.mlp.gate.weight[:] = layer.mlp.gate.weight[:1]
-    again = hold(interface, engine, batch({"q": {"script": script}}))
-    scored = engine.forward(again, MicroBatchSpec(), lambda output, mb: mb.with_tokens(rescored=output.logprobs()))
-    sampled_T = again["loss_mask"]
-    torch.testing.assert_close(scored["rescored"][sampled_T], again["logprobs"][sampled_T], atol=1e-5, rtol=1e-4)
 
 
 @dataclass

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -71,22 +70,6 @@ class Seen(PPOActorInterface):
         return self.estimated[-1]
 
 
-@dataclass
-class Judge(CountToken):
-    """Reward that counts the sampled tokens 3. Greedy answers to prompts that end in `silent` get no reward."""
-
-    silent: int | None = None
-
-    def inference(self, model, data, mb_spec):
-        out = super().inference(model, data, mb_spec)
-        greedy = data.lengths["input_ids"].counts.max() == 1
-        prompts = [
-            int(ids[given][-1]) for ids, given in zip(data.sequences(), data.sequences("prompt_mask"), strict=True)
-        ]
-        missing = torch.tensor([greedy and prompt == self.silent for prompt in prompts])
-        return out.with_data({"rewards": torch.where(missing, math.nan, out["rewards"])}, like="rewards")
-
-
 def remax(tmp_path, *, judge=None, lr=0.5, kl=None, **changes):
     actor = Seen(
         generation=SAMPLER,
@@ -143,17 +126,6 @@ def test_the_gradient_is_that_of_the_paper(tmp_path):
                 want[ids[t - 1]] += advantage * (np.eye(len(table))[ids[t]] - prob[ids[t - 1]]) / batch.n_sequences
     np.testing.assert_allclose(engine.logits_VV.numpy() - table, want, atol=1e-6)
     assert np.abs(want).max() > 0.01
-
-
-def test_a_prompt_whose_greedy_answer_has_no_reward_does_not_train(tmp_path):
-    runtime = LocalRuntime(remax(tmp_path, judge=Judge(silent=4)))
-    _, batch = runtime.step(1)
-    (credited,) = runtime.interfaces["actor"].estimated
-    silent_P = [int(prompt[-1]) == 4 for prompt in runtime.batch(1).sequences("prompt_ids")]
-    trains_S = [bool(mask.any()) for mask in credited.sequences("loss_mask")]
-    assert trains_S == [not silent_P[p] for p in batch.group_index().tolist()]
-    assert any(silent_P)
-    assert any(trains_S)
 
 
 @pytest.mark.parametrize("shuffle", [False, True])

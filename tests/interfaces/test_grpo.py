@@ -12,7 +12,6 @@ from realign.functional import Scope
 from realign.interfaces.components import (
     GroupRelative,
     Normalization,
-    RewardShaping,
 )
 from realign.interfaces.grpo import GRPOActorInterface
 from realign.testing import BigramEngine, random_batch
@@ -127,10 +126,3 @@ def advantages_per_sequence(data: SequenceSample) -> list[float | None]:
     out = GRPOActorInterface().estimate_advantages(Model("actor", BigramEngine()), data)
     pairs = zip(out.sequences("advantages"), out.sequences("loss_mask"), strict=True)
     return [float(a[m][0]) if m.any() else None for a, m in pairs]
-
-
-def test_a_greedy_baseline_raises_where_the_mean_of_the_group_would_cancel_it():
-    greedy = RewardShaping(baseline="greedy")
-    with pytest.raises(SettingsError, match=r"reward\.baseline=greedy: .* adv_norm\.mean=group cancels"):
-        GRPOActorInterface(reward=greedy)
-    assert GRPOActorInterface(reward=greedy, adv_norm=Normalization(Scope.none, Scope.none)).reward.has_baseline

@@ -131,16 +131,6 @@ def test_metrics_by_hand():
     assert stats["preference_loss"] == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize(("labels", "missing"), [((1.0, 1.0), "rewards/rejected"), ((0.0, 0.0), "rewards/chosen")])
-def test_a_batch_of_one_label_trains_and_has_no_margin(labels, missing):
-    engine = BigramEngine()
-    before = engine.logits_VV.clone()
-    data = labeled().with_sequences(labels=torch.tensor(labels))
-    stats = stat_values(KTOInterface().train_step(Model("actor", engine), data, MicroBatchSpec()))
-    assert not torch.equal(engine.logits_VV, before)
-    assert not {missing, "rewards/margin"} & stats.keys()
-
-
 def test_the_shipped_experiment_runs_on_a_tiny_model(tmp_path):
     rows = [{"prompt": f"{i}+1=", "completion": f"{i + 1}" if i % 2 else "?", "label": bool(i % 2)} for i in range(8)]
     data = tmp_path / "labeled.jsonl"
@@ -171,20 +161,3 @@ def test_every_prompt_gets_the_response_of_another_prompt_and_every_response_is_
     assert sorted(answers) == [[10 * i + 2, 10 * i + 3] for i in range(6)]
     assert all(answer[0] // 10 != i for i, answer in enumerate(answers))
     assert other["loss_mask"].tolist() == data["loss_mask"].tolist()
-
-
-def test_several_responses_follow_the_next_prompt_and_are_cut_to_the_longest_sequence():
-    ids = {"input_ids": [[[1, 2, 3, 4, 5, 6], [1, 7]], [[11, 12, 13, 14]]]}
-    data = SequenceSample.from_sequences("ab", ids)
-    given = torch.tensor([True] * 4 + [False] * 2 + [True, False] + [True] + [False] * 3)
-    other = mismatch_responses(data.with_tokens(prompt_mask=given, loss_mask=~given))
-    rows = [x.tolist() for x in other.sequences("input_ids")]
-    assert rows == [[1, 2, 3, 4, 12, 13], [1, 12, 13, 14], [11, 5, 6]]
-    assert [x.sum().item() for x in other.sequences("loss_mask")] == [2, 3, 2]
-
-
-def test_one_prompt_has_no_other():
-    data = random_preferences().take([0])
-    other = mismatch_responses(data)
-    assert not other["loss_mask"].any()
-    assert other.lengths["loss_mask"] == data.lengths["loss_mask"]

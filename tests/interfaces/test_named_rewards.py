@@ -12,15 +12,13 @@ from realign.api import GenerationConfig, MicroBatchSpec, stat_values
 from realign.config import build
 from realign.engines import TransformersModel
 from realign.engines.training.optimizer import OptimizerSpec
-from realign.errors import ConfigError, RewardError, SettingsError
-from realign.interfaces import grpo, ppo
-from realign.interfaces.components import RewardShaping
+from realign.errors import RewardError, SettingsError
+from realign.interfaces import grpo
 from realign.interfaces.rule_reward import RuleRewardInterface
 from realign.records.metrics.samples import readable
 from realign.rewards.terms import FunctionTerm, Openrlhf
 from realign.runtime import Experiment, run
 from realign.runtime.evaluation.scores import sequence_stats
-from realign.runtime.rollout.spec import Async
 from tests.config_parts import Bigram, Prompts
 from tests.interfaces.rule_rewards import MODEL, batch, columns
 from tests.tiny import save_tiny
@@ -138,11 +136,6 @@ def test_settings_that_contradict_each_other_are_errors(settings, message):
         RuleRewardInterface(**settings)
 
 
-def test_a_protocol_needs_a_url():
-    with pytest.raises(SettingsError, match="protocol: has no effect on function='a:b'"):
-        FunctionTerm("a:b", protocol=Openrlhf())
-
-
 def node(**fields):
     return {"_target_": "realign.interfaces.rule_reward.RuleRewardInterface", **fields}
 
@@ -162,24 +155,6 @@ def test_a_config_gives_functions_as_text_with_a_weight_or_as_a_component(file):
     assert made.functions["d"].protocol == made.functions["e"].protocol == Openrlhf()
     terms = "1 x a + 0.25 x b + 2 x c + 1 x d + 1 x e"
     assert made.describe(1) == {"reward": terms, "reward calls": "", "programs of responses": ""}
-
-
-@pytest.mark.parametrize(
-    ("functions", "message"),
-    [
-        ({"a": {"function": "x:y", "wieght": 1}}, r"unknown key 'interfaces\.reward\.functions\.a\.wieght'; did you"),
-        ({"a": {"weight": 1}}, r"interfaces\.reward\.functions\.a\.function is missing"),
-        ({"a": {"function": "x:y", "weight": "much"}}, r"functions\.a\.weight: expected float, found 'much'"),
-        ({"a": {"function": "x:y", "protocol": "grpc"}}, r"functions\.a\.protocol: unknown choice 'grpc'"),
-        (
-            {"a": {"_target_": "realign.api.GenerationConfig"}},
-            r"functions\.a\._target_: GenerationConfig is not a RewardTerm",
-        ),
-    ],
-)
-def test_a_mistake_in_one_function_is_named(functions, message):
-    with pytest.raises(ConfigError, match=message):
-        build(node(functions=functions), RuleRewardInterface, "interfaces.reward")
 
 
 RUN_FUNCTIONS = """\
@@ -238,32 +213,3 @@ def test_a_run_reports_each_function_in_metrics_curves_and_samples(tmp_path):
     for sample in logged(tmp_path / "run", "samples.jsonl"):
         assert sample["reward"] == pytest.approx(sum(NAMES[n] * x for n, x in sample["rewards"].items()))
         assert sample["rewards"]["threes"] == sample["response"].count("3")
-
-
-def test_a_group_function_with_asynchronous_rollout_sees_whole_groups(tmp_path):
-    names = {"threes": 1.0, "first_differs": 0.5}
-    run(experiment(tmp_path, names, rollout=Async(max_staleness=1), sample_prompts=4, models=tiny(tmp_path)))
-    for step in range(1, 5):
-        samples = [s for s in logged(tmp_path / "run", "samples.jsonl") if s["step"] == step]
-        assert len(samples) == 16
-        for one in samples:
-            group = [s["response"][:1] for s in samples if s["id"] == one["id"]]
-            assert len(group) == 4
-            assert one["rewards"]["first_differs"] == float(group.count(one["response"][:1]) == 1)
-
-
-def test_the_greedy_baseline_has_no_named_rewards(tmp_path):
-    actor = ppo.PPOActorInterface(
-        generation=GenerationConfig(n=1, max_new_tokens=4, fixed_length=True),
-        reward=RewardShaping(baseline="greedy"),
-    )
-    file = tmp_path / "run_functions.py"
-    file.write_text(RUN_FUNCTIONS)
-    interfaces = {"actor": actor, "reward": interface(file, {"threes": 1.0})}
-    graph = ppo.dataflow(interfaces)
-    assert [rpc.outputs for rpc in graph.rpcs if rpc.model == "reward"] == [
-        ("rewards", "rewards/threes"),
-        ("baseline_rewards",),
-    ]
-    result = run(experiment(tmp_path, NAMES, interfaces=interfaces, graph=graph, steps=1))
-    assert "rewards/threes/mean" in result.history[-1]

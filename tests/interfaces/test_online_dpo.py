@@ -36,13 +36,6 @@ def test_the_best_and_the_worst_of_each_prompt_are_selected_if_they_differ():
     assert worst.nonzero()[:, 0].tolist() == [0, 9, 12]
 
 
-def test_a_response_without_tokens_is_not_selected():
-    rewards, data = grouped([1, 3, 2])
-    mask = torch.tensor([False, True, False, False, False, True])
-    best, worst = best_and_worst(rewards, data.with_tokens(loss_mask=mask))
-    assert (best.tolist(), worst.tolist()) == ([False, False, True], [True, False, False])
-
-
 @pytest.mark.parametrize(
     "settings", [{}, {"kind": DPOLoss.ipo}, {"reference_free": True, "sft_coef": 1.0, "temperature": 0.7}], ids=str
 )
@@ -74,14 +67,6 @@ def test_a_step_is_dpo_on_the_best_and_the_worst_response_of_each_prompt(setting
     assert chosen_pairs == pytest.approx(wanted)
 
 
-def test_dense_rewards_are_summed_to_rank_responses():
-    rewards, data = grouped([0, 0, 0])
-    dense = torch.tensor([9.0, 1.0, 0.0, 3.0, 9.0, 2.0])  # those of prompt tokens do not count
-    data = data.with_sequences(rewards=rewards).with_tokens(dense_rewards=dense, ref_logprobs=torch.zeros(6))
-    stats = OnlineDPOInterface().train_step(Model("actor", BigramEngine()), data, MicroBatchSpec())
-    assert stat_values(stats)["selected_reward"] == 3
-
-
 def test_without_a_prompt_whose_rewards_differ_nothing_is_trained():
     rewards, data = grouped([1, 1], [2, 2])
     data = data.with_sequences(rewards=rewards).with_tokens(ref_logprobs=torch.zeros(8))
@@ -90,11 +75,6 @@ def test_without_a_prompt_whose_rewards_differ_nothing_is_trained():
     stats = stat_values(OnlineDPOInterface().train_step(Model("actor", engine), data, MicroBatchSpec()))
     assert torch.equal(engine.logits_VV, before)
     assert stats == {"selected_prompts": 0}
-
-
-def test_a_pair_needs_two_responses():
-    with pytest.raises(ValueError, match=r"generation\.n=1: a pair needs two responses"):
-        OnlineDPOInterface(generation=GenerationConfig(n=1))
 
 
 @pytest.mark.parametrize("preset", [None, "simpo"])

@@ -12,12 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from realign.api import GenerationConfig, MicroBatchSpec, Model, SequenceSample, stat_values
-from realign.errors import ConfigError
 from realign.functional import Scope
 from realign.interfaces.components import (
     GAE,
     EarlyStop,
-    EntropyBonus,
     GroupRelative,
     KLPenalty,
     KLPlace,
@@ -27,7 +25,6 @@ from realign.interfaces.components import (
     RewardShaping,
     TruncatedReward,
     Truncation,
-    ValueObjective,
 )
 from realign.interfaces.grpo import GRPOActorInterface
 from realign.interfaces.ppo import PPOActorInterface
@@ -260,15 +257,6 @@ def test_end_tokens_that_do_not_train_get_credit_but_no_loss():
     assert kept == [False, True]
 
 
-def test_end_tokens_are_those_of_the_model_if_the_sampler_names_none():
-    data = two_prompts(rewards=[1.0, 2, 3, 4, 5], truncated=[False] * 5)
-    interface = PPOActorInterface(train_end_token=False)
-    trained = interface.credit(Model("actor", BigramEngine(eos_token_ids=(3, 6))), data, MicroBatchSpec())["loss_mask"]
-    assert data["input_ids"][trained].tolist() == [2, 2, 2, 4, 5, 5]
-    with pytest.raises(ConfigError, match="train_end_token=false: neither the model nor its tokenizer has an end"):
-        interface.credit(model(), data, MicroBatchSpec())
-
-
 def test_whitening_by_minibatch_uses_its_statistics():
     data = random_batch(7).select(CREDIT)
     seen: list[SequenceSample] = []
@@ -368,38 +356,6 @@ def test_during_the_warm_up_of_the_critic_the_actor_stays_as_it_is():
         assert "advantage_mean" in stats
 
 
-def test_each_needed_key_names_the_setting_that_asks_for_it():
-    interface = PPOActorInterface(
-        kl=KLPenalty(KLPlace.loss),
-        truncation=Truncation(mask=True),
-        reward=RewardShaping(baseline="greedy"),
-        advantage=GAE(bootstrap=True),
-        critic="shared",
-        recompute=True,
-        ptx_coef=1.0,
-    )
-    always = dict.fromkeys(("input_ids", "loss_mask", "logprobs", "rewards"), "")
-    credit = always | {
-        "ref_logprobs": "kl.place=loss",
-        "truncated": "advantage.bootstrap=true",
-        "baseline_rewards": "reward.baseline=greedy",
-        "bootstrap_values": "advantage.bootstrap=true",
-    }
-    assert interface.keys("credit").needs == credit
-    assert interface.keys("credit").writes == {"advantages", "returns", "loss_mask"}
-    train = interface.keys("train_step")
-    assert train.needs == credit | {
-        "prox_logprobs": "recompute=true",
-        "values": "critic=shared",
-        "ptx_input_ids": "ptx_coef=1",
-        "ptx_loss_mask": "ptx_coef=1",
-    }
-    assert train.uses >= {"dense_rewards", "prox_logprobs", "truncated"}
-    assert interface.keys("inference").needs == {"input_ids": "", "loss_mask": ""}
-    assert interface.keys("inference").writes == {"logprobs"}
-    assert interface.keys("generate").needs == {"prompt_ids": ""}
-
-
 def test_with_a_critic_of_its_own_the_actor_trains_on_advantages_of_the_graph():
     train = PPOActorInterface(critic="own").keys("train_step")
     assert {key for key, why in train.needs.items() if why == "critic=own"} == {
@@ -408,39 +364,3 @@ def test_with_a_critic_of_its_own_the_actor_trains_on_advantages_of_the_graph():
         "returns",
         "loss_mask",
     }
-
-
-def test_the_launch_table_lists_what_differs_from_plain_ppo():
-    plain = PPOActorInterface().describe(8)
-    assert plain["advantage"] == "GAE, gamma 1, lambda 0.95"
-    assert plain["KL to reference"] == "not applied"
-    table = PPOActorInterface(
-        generation=GenerationConfig(n=4),
-        kl=KLPenalty(KLPlace.reward, 0.15, target=6.0),
-        reward=RewardShaping(bias=-1.0, gain=2.0, clip=5.0, scale=RewardScale.running, center=True),
-        truncation=Truncation(TruncatedReward.add, penalty=-1.0, overlong_buffer=16),
-        advantage=GAE(reward_norm=CENTERED, whiten_rewards=True, bootstrap=True),
-        min_response_tokens=2,
-        train_end_token=False,
-        keep_best=1,
-        entropy=EntropyBonus(0.01),
-        ptx_coef=27.8,
-        early_stop=EarlyStop(kl=0.1, ratio=5.0),
-        critic="own",
-        critic_warmup_steps=50,
-    ).describe(8)
-    assert {name: value for name, value in table.items() if plain.get(name) != value} == {
-        "KL to reference": "in the reward, k1, coefficient 0.15 at first, adapted to 6 nats per sequence over 10,000 "
-        "sequences",
-        "scores": "2 (R - 1), clipped at 5, centered and divided by the std of all scores so far",
-        "truncated responses": "score lowered by 1, up to 1 less over the last 16 tokens",
-        "advantage": "GAE, gamma 1, lambda 0.95; scores normalized: R - mean(group); rewards of tokens divided by "
-        "their std; truncated responses end with the critic's value",
-        "responses in the loss": "the best 1 of 4 per prompt, those of at least 2 tokens, without their end tokens",
-        "entropy bonus": "coefficient 0.01",
-        "pretraining loss": "coefficient 27.8",
-        "early stop": "approx_kl above 0.1 or ratio_mean above 5",
-    }
-    shared = PPOActorInterface(critic="shared", value=ValueObjective(coef=0.1), credit_per_minibatch=True).describe(8)
-    assert shared["value loss"] == "mse, clipped at 0.2 from the old value, coefficient 0.1"
-    assert shared["advantage normalization"] == plain["advantage normalization"] + " of each mini-batch"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 
@@ -172,18 +172,3 @@ def test_every_call_of_the_actor_gets_the_keys_that_it_needs_and_none_that_it_do
 def test_a_graph_without_an_actor_raises():
     with pytest.raises(ValueError, match=r"interfaces\.actor is missing"):
         rl_graph({"reward": Reward()})
-
-
-def test_a_greedy_baseline_of_conversations_raises():
-    actor = PPOActorInterface(reward=RewardShaping(baseline="greedy"))
-    with pytest.raises(ValueError, match=r"interfaces\.actor\.reward\.baseline=greedy: role 'agent' rewards whole"):
-        rl_graph({"actor": actor, "agent": Agent()})
-
-
-def test_the_calls_of_a_reference_and_of_a_baseline_have_default_roles():
-    actor = PPOActorInterface()
-    actor.generation = replace(actor.generation, temperature=0.7)
-    roles = actor.roles()
-    assert roles.keys() == {"ref", "teacher", "baseline"}
-    assert roles["ref"].interface.temperature == 0.7
-    assert roles["baseline"].interface.generation == actor.generation

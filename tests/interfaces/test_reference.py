@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 
 from realign.api import GenerationConfig, MicroBatchSpec, Model, SequenceSample
-from realign.config import build_experiment, compose
-from realign.errors import ConfigError, DataError
+from realign.errors import DataError
 from realign.interfaces import gkd
 from realign.interfaces.components import TeacherKL
 from realign.interfaces.ppo import PPOActorInterface, dataflow
 from realign.interfaces.reference import ReferenceInterface
-from realign.runtime import run
-from tests.tiny import save_tiny, tiny_engine, tiny_tokenizer
+from tests.tiny import tiny_engine, tiny_tokenizer
 
 SPEC = MicroBatchSpec(60)
 ROWS = [{"prompt": "2+3=", "hint": "the sum is 5: 2+3="}, {"prompt": "7=", "hint": "x"}]
@@ -77,19 +73,6 @@ def test_responses_are_scored_after_the_teachers_prompt(prompt, sampling):
             assert (logprobs_T[~given][where] > logprobs[where]).all()
 
 
-def test_chat_messages_are_rendered():
-    engine, tokenizer = tiny_engine("llama"), tiny_tokenizer()
-    tokenizer.chat_template = "{% for m in messages %}{{ m.content }};{% endfor %}"
-    data = rollout(engine)
-    chat = [row | {"chat": [{"role": "user", "content": row["hint"]}]} for row in ROWS]
-    plain = [row | {"text": row["hint"] + ";"} for row in ROWS]
-    scored = [
-        ReferenceInterface(prompt=column).inference(Model("t", engine, tokenizer), data.with_metadata(row=rows), SPEC)
-        for column, rows in (("chat", chat), ("text", plain))
-    ]
-    assert torch.equal(scored[0]["logprobs"], scored[1]["logprobs"])
-
-
 @pytest.mark.parametrize(
     ("prompt", "rows", "message"),
     [
@@ -105,13 +88,6 @@ def test_prompts_that_cannot_be_read_are_errors_that_name_the_row(prompt, rows, 
         ReferenceInterface(prompt=prompt).inference(Model("t", engine, tiny_tokenizer()), data, SPEC)
 
 
-def test_a_function_that_does_not_exist_is_an_error_before_the_run():
-    with pytest.raises(ConfigError, match=r"prompt function 'tests\.interfaces\.test_reference:nothing'"):
-        ReferenceInterface(prompt="tests.interfaces.test_reference:nothing").open()
-    with pytest.raises(ConfigError, match=r"is called by the names \(row, response\), without 'engine'"):
-        ReferenceInterface(prompt="tests.interfaces.test_reference:by_hand").open()
-
-
 def test_the_graphs_pass_rows_to_a_teacher_with_its_own_prompts():
     policy = PPOActorInterface(generation=GenerationConfig(n=2, top_p=0.9), advantage=TeacherKL())
     for build, actor in ((dataflow, policy), (gkd.dataflow, gkd.GKDInterface())):
@@ -121,19 +97,3 @@ def test_the_graphs_pass_rows_to_a_teacher_with_its_own_prompts():
             (call,) = (rpc for rpc in graph.rpcs if rpc.model == "teacher")
             assert {"prompt_mask", "row"} & set(call.inputs) == read
             assert ("row" in graph.dataset_keys) == bool(prompt)
-
-
-def experiment(tmp_path, prompt):
-    save_tiny(tmp_path / "model", "llama")
-    rows = [{"prompt": f"{a}+{b}=", "teacher_prompt": f"{a + b}! {a}+{b}="} for a in range(3) for b in range(3)]
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    words = ["experiment=self_distillation", f"models.actor.path={tmp_path / 'model'}", "steps=3", "batch_prompts=4"]
-    words += [f"data.path={tmp_path / 'rows.jsonl'}", f"interfaces.teacher.prompt={prompt}"]
-    words += ["interfaces.actor.generation.max_new_tokens=6", "models.actor.optimizer.schedule.warmup=0"]
-    return build_experiment(compose([*words, f"output_dir={tmp_path / 'run'}", "models.actor.device=cpu"]))
-
-
-def test_a_model_distills_itself_under_another_prompt(tmp_path):
-    divergence = run(experiment(tmp_path, "teacher_prompt")).series("divergence")
-    assert len(divergence) == 3
-    assert all(x > 1e-5 for x in divergence)

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import shutil
 from types import SimpleNamespace
 
@@ -14,12 +13,11 @@ from transformers import AutoModelForSequenceClassification
 from realign.api import MicroBatchSpec, Model, SequenceSample, stat_values
 from realign.config import build_experiment, compose
 from realign.engines import TransformersModel
-from realign.errors import ConfigError, DataError, RunError, SettingsError
 from realign.interfaces.components.response_cut import ResponseCut
 from realign.interfaces.critic import PPOCriticInterface, ValueNormalization, ValueScale
 from realign.interfaces.ppo import PPOActorInterface
 from realign.interfaces.reward_model import RewardLoss, RewardModelInterface, ScoreAt
-from realign.models import HeadInit, Score
+from realign.models import Score
 from realign.runtime import run
 from realign.testing import BigramEngine, random_preferences
 from tests.tiny import random_sample, save_tiny
@@ -139,13 +137,6 @@ def test_a_comparison_with_an_empty_response_does_not_count(kind, empty):
     assert engine.values_V[1:3].tolist() == [2.0, 1.0]
 
 
-def test_a_preference_between_equal_labels_does_not_count():
-    data = pairs_by_hand().with_sequences(labels=torch.tensor([1.0, 1.0, 0.0, 1.0]))
-    stats = stat_values(RewardModelInterface().train_step(Model("reward", scoring(0.0, 2.0, 1.0, 5.0, 3.0)), data, ONE))
-    assert stats["loss"] == pytest.approx(math.log1p(math.exp(2)))
-    assert stats["accuracy"] == 0.0
-
-
 def test_rewards_are_gain_times_the_score_of_the_last_token_plus_bias():
     model, interface = Model("reward", scoring(0.0, 2.0, 1.0, 5.0, 3.0)), RewardModelInterface()
     assert interface.inference(model, pairs_by_hand(), ONE)["rewards"].tolist() == [2.0, 1.0, 5.0, 3.0]
@@ -166,12 +157,6 @@ def test_normalize_gives_the_mean_and_population_deviation_that_were_asked_for_a
         rewards = interface.inference(model, pairs_by_hand(), ONE)["rewards"]
         assert rewards.mean().item() == pytest.approx(mean, abs=1e-12)
         assert rewards.std(correction=0).item() == pytest.approx(std)
-
-
-@pytest.mark.parametrize("scores", [[], [1.0], [1.0, math.nan], [1.0, math.inf], [2.0, 2.0]])
-def test_scores_without_a_deviation_are_refused(scores):
-    with pytest.raises(RunError, match="Calibration needs at least two finite scores"):
-        RewardModelInterface().normalize(torch.tensor(scores))
 
 
 def test_the_scale_of_labels_by_hand():
@@ -254,41 +239,6 @@ def test_the_score_before_the_end_token_by_hand(parts):
     assert interface.scores(model, packed_ends(), spec).tolist() == scored["rewards"].tolist()
 
 
-def test_training_compares_the_scores_before_the_end_tokens():
-    data = SequenceSample.from_sequences(["a"], {"input_ids": [[[3, 1, 0], [3, 2, 0]]]})
-    data = data.with_tokens(loss_mask=torch.tensor([False, True, True] * 2)).with_sequences(labels=torch.tensor([1, 0]))
-    stats = {}
-    for score_at in ScoreAt:
-        model = ending(7.0, 2.0, 1.0, 5.0)
-        stats[score_at] = stat_values(RewardModelInterface(score_at=score_at).train_step(model, data, ONE))
-        moved = (model.engine.values_V[:4] - torch.tensor([7.0, 2.0, 1.0, 5.0])).tolist()
-        assert (moved[1] > 0, moved[2] < 0, moved[0]) == (score_at is ScoreAt.before_end,) * 2 + (0,)
-    assert (stats[ScoreAt.last]["margin"], stats[ScoreAt.before_end]["margin"]) == (0, 1)
-    assert stats[ScoreAt.before_end]["loss"] == pytest.approx(math.log(1 + math.exp(-1)))
-
-
-def test_the_score_before_the_end_token_of_a_transformer_is_that_of_the_shorter_sequence(tmp_path):
-    save_tiny(tmp_path / "policy")
-    model = TransformersModel(str(tmp_path / "policy"), head=Score(init=HeadInit.normal)).load("reward", seed=0)
-    end = model.tokenizer.eos_token_id
-    bodies = [[5, 6, 7], [8, 9], [4]]
-    whole = SequenceSample.from_sequences(["a"], {"input_ids": [[[*body, end] for body in bodies]]})
-    short = SequenceSample.from_sequences(["a"], {"input_ids": [bodies]})
-    rewards = RewardModelInterface(score_at=ScoreAt.before_end).inference(model, whole, ONE)["rewards"]
-    torch.testing.assert_close(rewards, RewardModelInterface().inference(model, short, ONE)["rewards"])
-
-
-def test_a_score_before_the_end_token_needs_an_end_token_and_one_score():
-    interface = RewardModelInterface(score_at=ScoreAt.before_end)
-    with pytest.raises(ConfigError, match="score_at=before_end: neither the model nor its tokenizer has an end token"):
-        interface.inference(Model("reward", scoring(1.0), SimpleNamespace(eos_token_id=None)), packed_ends(), ONE)
-    for other in ("dense", "from_divergence"):
-        with pytest.raises(SettingsError, match=f"score_at=before_end: {other}=true uses the scores of all tokens"):
-            RewardModelInterface(score_at=ScoreAt.before_end, **{other: True})
-    with pytest.raises(SettingsError, match=re.escape("stop_token_ids=[2]: has no effect with score_at=last")):
-        RewardModelInterface(stop_token_ids=[2])
-
-
 def test_the_score_is_read_before_any_end_token_of_the_sampler():
     data = SequenceSample.from_sequences(["a"], {"input_ids": [[[3, 1, 0], [3, 1, 2], [3, 1, 4]]]})
     engine, scores = (
@@ -347,32 +297,6 @@ def test_trap_g9_shuffled_labels_teach_nothing():
         first = torch.from_numpy(np.random.default_rng(seed).random(len(data)) < 0.5).float()
         accuracies.append(held_out_accuracy(data.with_sequences(labels=torch.stack([first, 1 - first], 1).reshape(-1))))
     assert 0.25 < sum(accuracies) / len(accuracies) < 0.75
-
-
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        ({"use_margin": True, "kind": RewardLoss.best_of_n}, "use_margin=true: has no effect with kind=best_of_n"),
-        (
-            {"from_divergence": True, "kind": RewardLoss.scalar_rating},
-            "from_divergence=true: has no effect with kind=scalar_rating",
-        ),
-        ({"per_prompt_weighting": True, "kind": RewardLoss.best_of_n}, "per_prompt_weighting=true: has no effect"),
-        ({"center_coef": 0.1, "kind": RewardLoss.scalar_compare}, "center_coef=0.1: has no effect with kind=scalar_co"),
-    ],
-)
-def test_settings_without_meaning_are_refused(setting, message):
-    with pytest.raises(ValueError, match=message):
-        RewardModelInterface(**setting)
-
-
-def test_an_odd_number_of_responses_is_refused_only_where_neighbors_are_pairs():
-    odd = pairs_by_hand().take_sequences([0, 1, 2])
-    with pytest.raises(DataError, match=r"id 'b' has 1 responses. Pairs need an even number"):
-        RewardModelInterface().train_step(Model("reward", BigramEngine()), odd, ONE)
-    for kind in (RewardLoss.best_of_n, RewardLoss.scalar_rating):
-        stats = RewardModelInterface(kind=kind).train_step(Model("reward", BigramEngine()), odd, ONE)
-        assert stat_values(stats)["optimizer_steps"] == 1
 
 
 def own_scores(folder, data: SequenceSample) -> torch.Tensor:

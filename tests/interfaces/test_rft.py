@@ -15,7 +15,7 @@ from realign.interfaces.rft import Pool, RFTActorInterface, above_percentile, da
 from realign.runtime import run
 from realign.testing import BigramEngine
 from tests.tiny import save_tiny
-from tests.toys import TOY, Watching, likelihood, rewards_of_training
+from tests.toys import TOY, likelihood, rewards_of_training
 
 NAN = math.nan
 
@@ -60,17 +60,6 @@ def test_the_pool_keeps_distinct_judged_responses_of_a_prompt_over_epochs():
     assert pooled["rewards"].tolist() == [5.0, 5.0, 8.0, 0.0, 1.0, 2.0, 4.0]
     masks = [x.int().tolist() for x in pooled.sequences("loss_mask")]
     assert masks == [[0, 1, 1], [0, 1], [0, 1, 1, 1], [0, 0, 1], [0, 0, 1, 1], [0, 0, 1], [0, 0, 1]]
-
-
-def test_the_pool_survives_a_restart_as_json():
-    interface = RFTActorInterface()
-    for data in (FIRST, SECOND):
-        interface.pool.add(data, trainable(data))
-    other = RFTActorInterface()
-    other.load_state_dict(json.loads(json.dumps(interface.state_dict())))
-    assert other.state_dict() == interface.state_dict()
-    ours, theirs = (x.pool.take(SECOND) for x in (interface, other))
-    assert all(torch.equal(ours[key], theirs[key]) for key in ("input_ids", "loss_mask", "rewards"))
 
 
 def test_a_prompt_ends_where_sampling_began_and_not_after_a_tool():
@@ -147,17 +136,6 @@ def test_trap_g9_rft_learns_a_toy_reward_and_nothing_from_shuffled_ones():
     assert after < before + 1.0
 
 
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        ({"end_percentile": 0.6}, "start_percentile=0.7: must be at most end_percentile=0.6"),
-    ],
-)
-def test_settings_out_of_range_are_refused(setting, message):
-    with pytest.raises(ValueError, match=message):
-        RFTActorInterface(**setting)
-
-
 def test_the_graph_is_that_of_raft_and_rft_runs_by_naming_it(tmp_path):
     assert [r.name for r in dataflow().order] == ["actor_gen", "reward_inf", "actor_train"]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"{i}+1="}) + "\n" for i in range(4)))
@@ -174,13 +152,3 @@ def test_the_graph_is_that_of_raft_and_rft_runs_by_naming_it(tmp_path):
     assert result.series("selected_reward")[0] > result.series("reward")[0]
     saved = json.loads((tmp_path / "run" / "final" / "actor" / "interface_state.json").read_text())
     assert len(saved["pool"]["responses"]) == sizes[-1]
-
-
-def test_the_reported_threshold_is_the_mean_over_prompts_and_a_response_may_equal_min_reward():
-    engine = Watching()
-    interface = RFTActorInterface(n_improve_steps=1, start_percentile=0.5, end_percentile=0.5, min_reward=2.0)
-    data = batch({"a": ([1], {(s,): float(s) for s in range(5)}), "b": ([2], {(3,): 0.0, (4,): 2.0, (5,): 1.0})})
-    stats = stat_values(interface.train_step(Model("actor", engine), data, MicroBatchSpec()))
-    assert stats["threshold"] == pytest.approx((2.0 + 1.0) / 2)
-    (part,) = engine.seen
-    assert sorted(ids.tolist() for ids in part.sequences()) == [[1, 2], [1, 3], [1, 4], [2, 4]]

@@ -26,13 +26,6 @@ def test_loss_and_gradient_equal_cross_entropy_of_the_masked_tokens():
     torch.testing.assert_close(engine.logits_VV, before - lr * table.grad, rtol=0, atol=1e-12)
 
 
-def test_minibatches_are_optimizer_steps_and_use_every_prompt():
-    stats = stat_values(
-        SFTInterface(n_minibatches=2).train_step(Model("actor", BigramEngine()), batch(), MicroBatchSpec())
-    )
-    assert stats["optimizer_steps"] == 2
-
-
 def test_minibatches_are_dealt_anew_in_each_step_and_alike_in_each_run():
     ids = [f"p{i}" for i in range(8)]
     data = SequenceSample.from_sequences(ids, {"input_ids": [[[1, 2]]] * 8})
@@ -52,8 +45,3 @@ def test_minibatches_are_dealt_anew_in_each_step_and_alike_in_each_run():
         return seen
 
     assert order(0) == order(0) != order(1)
-
-
-def test_settings_that_cannot_train_are_refused_when_they_are_made():
-    with pytest.raises(ValueError, match="n_minibatches=0: must be at least 1"):
-        SFTInterface(n_minibatches=0)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from realign.api import MicroBatchSpec
@@ -144,26 +142,6 @@ def test_an_adapter_that_cannot_continue_is_refused_with_the_key(sft, fields, se
     change(sft[1], **settings)
     with pytest.raises(ConfigError, match=rf"^models\.actor\..*{message}"):
         TransformersModel(str(sft[1]), optimizer=STEP, **fields).check("actor")
-
-
-def test_adapter_settings_without_an_adapter_are_refused(sft, tmp_path):
-    with pytest.raises(ConfigError, match=r"^models\.actor\.adapter=merge: .* is not an adapter folder"):
-        TransformersModel(str(tmp_path / "base"), adapter=AdapterStart.merge).check("actor")
-
-
-def test_a_folder_with_a_model_and_an_adapter_is_refused(sft, tmp_path):
-    shutil.copytree(tmp_path / "base", sft[1], dirs_exist_ok=True)
-    with pytest.raises(DataError, match=r"^models\.actor\.path=.*: the folder contains both a model and an adapter"):
-        TransformersModel(str(sft[1])).check("actor")
-
-
-@pytest.mark.parametrize("trains", [{}, {"optimizer": STEP, "trains": ALONE}])
-def test_an_adapter_with_other_weights_is_refused(sft, trains):
-    weights = load_file(sft[1] / "adapter_model.safetensors")
-    first = min(weights)
-    save_file({name: x for name, x in weights.items() if name != first}, sft[1] / "adapter_model.safetensors")
-    with pytest.raises(DataError, match=rf"models\.actor\.path=.*lacks the weight '.*{first.split('.')[-3]}"):
-        load(sft[1], **trains)
 
 
 def test_an_adapter_folder_without_peft_or_weights_is_one_line(sft, monkeypatch):

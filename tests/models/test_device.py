@@ -1,19 +1,17 @@
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 
 from realign.config import build_experiment, compose
-from realign.engines import OptimizerSpec, SharedModel, TransformersModel
+from realign.engines import SharedModel, TransformersModel
 from realign.errors import ConfigError
 from realign.models import Backend
-from realign.models.device import CUBLAS, DType, disable_tf32, pick_device, products_dtype
+from realign.models.device import DType, disable_tf32, pick_device, products_dtype
 from realign.models.network import kernels
 from tests.config_parts import MUST_BE_GIVEN
 from tests.flash_stand_in import install_flash
-from tests.tiny import save_tiny, tiny_engine
+from tests.tiny import save_tiny
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -50,11 +48,6 @@ def hopper(monkeypatch):
 def test_the_default_precision_follows_the_device(monkeypatch, dtype, device, capability, expected):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert products_dtype(dtype, device) == expected
-
-
-def test_rocm_computes_in_bf16(monkeypatch):
-    monkeypatch.setattr(torch.version, "hip", "6")
-    assert products_dtype(DType.auto, CUDA) == torch.bfloat16
 
 
 def test_models_on_cuda_compute_without_tf32(tf32):
@@ -102,16 +95,6 @@ def test_another_kernel_or_precision_can_be_set_on_a_gpu_with_flash(monkeypatch,
     install_flash(monkeypatch, "flash_attn")
     compute = TransformersModel("x", **settings).facts().compute
     assert (compute.precision, compute.attention) == (precision, "sdpa")  # flash-attn has no kernels for float32
-
-
-def test_a_deterministic_model_sets_the_flags_of_torch(tmp_path, monkeypatch, tf32):
-    monkeypatch.delenv(CUBLAS, raising=False)
-    TransformersModel(str(save_tiny(tmp_path / "model")), deterministic=True).load("actor", seed=0)
-    assert torch.are_deterministic_algorithms_enabled()
-    assert torch.is_deterministic_algorithms_warn_only_enabled()
-    assert os.environ[CUBLAS] == ":4096:8"
-    engine = tiny_engine(optimizer=OptimizerSpec(lr=1e-3))
-    assert engine.capabilities().trainable
 
 
 def test_a_missing_package_is_named_with_a_fix(tmp_path, monkeypatch):

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -199,17 +197,6 @@ def test_calls_are_read_as_they_were_written(tmp_path):
     assert call.metrics == {"rollout/x": 1.5}
     assert read_calls(tmp_path, 8) == {}
     write_calls(tmp_path, 8, {})
-
-
-def test_a_folder_that_became_read_only_costs_the_calls_of_its_steps_only(tmp_path, monkeypatch):
-    def refuse(*_, **__):  # Linux refuses to open and to remove a file there, whether or not it exists
-        raise OSError(errno.EROFS, "Read-only file system")
-
-    monkeypatch.setattr(Path, "open", refuse)
-    monkeypatch.setattr(Path, "unlink", refuse)
-    batch = SequenceSample.from_sequences(["a"], {"input_ids": [[[1]]]})
-    with pytest.warns(UserWarning, match="Read-only file system.*makes its calls again"):
-        write_calls(tmp_path, 1, {ROLLOUT: RecordedCall(batch, {})})
 
 
 def test_a_call_that_cannot_be_written_is_a_warning_and_a_damaged_file_an_error(tmp_path):

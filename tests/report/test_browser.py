@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import re
 import shutil
-import socket
-import subprocess
-import sys
-import time
-import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from realign.report.page import write_report
-from tests.report.runs import HOSTILE, make_run
+from tests.report.runs import HOSTILE
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 PAGES = ("overview", "curves", "samples", "tokens", "time", "system")
@@ -78,64 +71,6 @@ def test_every_page_opens_without_an_error_or_a_request(watched, report):
     assert {url.partition("#")[0] for url in watched.requests if not url.startswith("data:")} == {report}
 
 
-def test_the_tooltip_of_a_token_shows_the_numbers_in_the_file(watched, report, run_folder):
-    page = watched.open(report, "tokens")
-    records = [json.loads(line) for line in (run_folder / "tokens.jsonl").read_text().splitlines()]
-    record = next(one for one in records if one["step"] == records[-1]["step"])
-    i = record["mask"].index(1)
-    page.locator(".tokens").first.locator(".token").nth(i).hover()
-    shown = page.locator(".tip:visible").inner_text()
-    for name in ("logprobs", "advantages", "ratio", "entropy", "kl", "versions"):
-        value = record[name][i]
-        text = page.evaluate("x => String(x)", value)
-        assert text in shown.split("\n"), (name, shown)
-
-
-def test_the_filters_of_samples_and_curves_change_what_is_shown(watched, report):
-    page = watched.open(report, "samples")
-    page.fill("input[type=search]", "no response contains this")
-    assert "No group matches" in page.inner_text("main")
-    page.get_by_role("button", name="Before and after training").click()
-    assert page.locator(".responses.two").count() > 0
-    page = watched.open(report, "curves")
-    before = page.locator(".chart").count()
-    page.fill("input[type=search]", "entropy")
-    assert 0 < page.locator(".chart").count() < before
-    assert "entropy" in (page.locator(".plot").first.get_attribute("aria-label") or "")
-
-
-def test_a_point_of_a_curve_leads_to_samples_and_these_to_tokens(watched, report, run_folder):
-    page = watched.open(report, "curves")
-    page.locator(".u-over").first.click(position={"x": 150, "y": 60})
-    page.wait_for_selector(".response")
-    step = int(re.search(r"#samples\?step=(\d+)", page.url)[1])
-    steps = {json.loads(line)["step"] for line in (run_folder / "samples.jsonl").read_text().splitlines()}
-    assert step in steps
-    assert page.locator(".histogram").count() == 2
-    page.reload()  # the address restores the step
-    page.wait_for_selector(".response")
-    assert page.inner_text(".stepper output") == str(step)
-    page.locator(".response a").first.click()
-    page.wait_for_selector(".tokens")
-    assert f"step={step}" in page.url
-    assert watched.errors == []
-
-
-def test_several_runs_are_overlaid_and_compared(watched, run_folder, tmp_path):
-    for seed in (1, 2):
-        folder = tmp_path / f"seed{seed}"
-        shutil.copytree(run_folder, folder)
-        (folder / "config.yaml").write_text(f"seed: {seed}\nlr: 1\n")
-    write_report([tmp_path / "seed1", tmp_path / "seed2"], tmp_path / "both.html")
-    address = (tmp_path / "both.html").as_uri()
-    page = watched.open(address, "curves")
-    assert "mean of 2 seeds" in page.inner_text("main")
-    assert "seed" in watched.open(address, "compare").inner_text("main")
-    page.locator(".chip").first.click()
-    assert page.locator(".chip input:checked").count() == 1
-    assert watched.errors == []
-
-
 def test_hostile_samples_are_shown_as_text(watched, run_folder, tmp_path):
     folder = tmp_path / "hostile"
     shutil.copytree(run_folder, folder)
@@ -160,48 +95,3 @@ def test_hostile_samples_are_shown_as_text(watched, run_folder, tmp_path):
     assert "U+202E" in page.inner_text("main")
     assert "\u202e" not in page.inner_text("body")
     assert watched.errors == []
-
-
-def test_the_viewer_shows_new_steps_while_the_run_goes_on(browser, tmp_path):
-    out = make_run(tmp_path / "runs" / "live")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "realign", "view", str(tmp_path / "runs"), f"view.port={port}"]
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=dict(os.environ), cwd=tmp_path)
-    try:
-        assert server.stdout is not None
-        assert f"http://127.0.0.1:{port}" in server.stdout.readline()
-        _wait_for(f"http://127.0.0.1:{port}/api/runs")
-        context = browser.new_context()
-        watched = Watched(context.new_page())
-        page = watched.page
-        page.goto(f"http://127.0.0.1:{port}/")
-        page.click("text=live")
-        page.wait_for_selector(".kpi:nth-child(3) .value")
-        assert page.inner_text(".kpi:nth-child(3) .value").startswith("4")
-        last = json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])
-        with (out / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps({**last, "step": 5}) + "\n")
-        value = page.locator(".kpi:nth-child(3) .value", has_text="5 of 4 steps")
-        value.wait_for()
-        assert watched.errors == []
-        assert all(
-            url.startswith(f"http://127.0.0.1:{port}/") for url in watched.requests if not url.startswith("data:")
-        )
-        context.close()
-    finally:
-        server.terminate()
-        server.wait(30)
-
-
-def _wait_for(address: str) -> None:
-    deadline = time.monotonic() + 30
-    while True:
-        try:
-            with urllib.request.urlopen(address, timeout=5):
-                return
-        except OSError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.1)

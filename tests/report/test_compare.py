@@ -52,19 +52,6 @@ def test_runs_of_a_sweep_are_called_by_their_settings_with_the_mean_over_seeds(t
     assert not re.search("output_dir|max_new_tokens|seed:", text)
 
 
-@pytest.mark.parametrize("width", [60, 80, 120])
-def test_nothing_is_cut_off_at_the_width_of_the_terminal(width, tmp_path):
-    folders = write_sweep(tmp_path)
-    for chosen in (folders, folders[:2], folders[::2], [folders[0], folders[5]]):
-        text = shown(comparison(chosen, width), width)
-        assert "…" not in text
-        assert "..." not in text
-        assert max(map(len, text.splitlines())) <= width
-        assert "eval/reward" in text
-        assert "completed" not in text
-    assert "interfaces.actor.adv_norm.std: group -> none\n" in text.replace(" \n", "\n")
-
-
 @pytest.mark.parametrize(
     ("configs", "folders", "expected"),
     [

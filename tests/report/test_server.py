@@ -10,7 +10,6 @@ from http.client import HTTPConnection
 import pytest
 
 from realign.errors import ConfigError, SettingsError
-from realign.records import record_files
 from realign.records.record_files import parse_object
 from realign.report.server import Viewer, ViewOptions, ViewServer, serve
 
@@ -54,18 +53,6 @@ def test_a_damaged_run_does_not_remove_the_others_from_the_list(content, run_fol
     assert got(viewer, "/api/run?key=bad")[0] == 200
 
 
-def test_a_run_whose_files_cause_an_exception_is_listed_as_unreadable(viewer, monkeypatch):
-    def fail(folder, key, metrics):
-        raise ArithmeticError("what no schema foresees")
-
-    monkeypatch.setattr("realign.report.server.run_line", fail)
-    code, _, body = got(viewer, "/api/runs")
-    assert code == 200
-    assert json.loads(body)[0]["status"] == {"state": "unreadable", "reason": "ArithmeticError"}
-    monkeypatch.undo()
-    assert json.loads(body)[0].keys() == json.loads(got(viewer, "/api/runs")[2])[0].keys()
-
-
 def step_line(step: int) -> str:
     return json.dumps({"step": step, "loss": step / 2}) + "\n"
 
@@ -101,25 +88,6 @@ def test_only_what_was_appended_is_read_again(tmp_path, monkeypatch):
     assert steps_and_lines_read() == ([7], 1)
 
 
-def test_the_end_of_a_file_that_is_too_large_is_read_and_lines_that_are_too_long_are_skipped(tmp_path, monkeypatch):
-    monkeypatch.setattr(record_files, "LARGEST", 1_000)
-    monkeypatch.setattr(record_files, "LARGEST_OBJECT", 100)
-    for name, content in {
-        "long": "".join(map(step_line, range(100))),
-        "wide": step_line(98) + json.dumps({"step": "x" * 500}) + "\n" + step_line(99),
-    }.items():
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "metrics.jsonl").write_text(content)
-    (tmp_path / "sparse").mkdir()
-    with (tmp_path / "sparse" / "metrics.jsonl").open("wb") as sparse:
-        sparse.truncate(200 << 30)
-    (tmp_path / "sparse" / "run.json").write_text(json.dumps({"name": "x" * 200}))
-    listed = json.loads(got(Viewer(tmp_path, ViewOptions()), "/api/runs")[2])
-    assert {one["key"]: one["step"] for one in listed} == {"long": 99, "sparse": 0, "wide": 99}
-    assert [len(one["curve"]) for one in listed] == [1_000 // len(step_line(99)), 0, 2]
-    assert listed[1]["status"] == {"state": "unreadable", "reason": "run.json is damaged"}
-
-
 @pytest.mark.parametrize("key", ["../toy", "/etc", "nope", "", "toy/../toy"])
 def test_only_listed_runs_are_served(viewer, key):
     assert got(viewer, f"/api/run?key={key}")[0] == 404
@@ -130,10 +98,6 @@ def test_a_request_under_another_name_is_refused(viewer, host):
     assert got(viewer, "/api/runs", host=host)[0] == 400
 
 
-def test_other_methods_and_paths_are_refused(viewer):
-    assert got(viewer, "/run.json")[0] == 404
-
-
 def test_the_default_address_is_the_loopback():
     assert ViewOptions().is_loopback
     assert ViewOptions(host="::1").is_loopback
@@ -142,11 +106,6 @@ def test_the_default_address_is_the_loopback():
     assert not ViewOptions(host="example.org").is_loopback
     with pytest.raises(SettingsError, match="port"):
         ViewOptions(port=70000)
-
-
-def test_a_missing_folder_is_an_error_that_names_it(tmp_path):
-    with pytest.raises(ConfigError, match="nope"):
-        serve(tmp_path / "nope", ViewOptions(), print)
 
 
 def test_the_server_answers_over_http_with_the_headers_of_the_viewer(viewer):

@@ -7,11 +7,10 @@ import pytest
 
 import realign
 from realign.errors import ConfigError
-from realign.rewards.arithmetic import exact_answer
 from realign.rewards.attack import attack, check_reward
 from realign.rewards.judge import Judge
 from realign.rewards.tags import tagged_answer
-from tests.rewards.planted_rewards import CHOICES, GSM8K, MATH, STRICT, SUMS, TOOLS, VERL, WEAK, answer_in_response
+from tests.rewards.planted_rewards import CHOICES, GSM8K, MATH, STRICT, SUMS, VERL, WEAK, answer_in_response
 
 GUIDE = Path(__file__).parents[2] / "docs/guides/rewards.md"
 IGNORED = "the known answer earns no more"
@@ -59,18 +58,6 @@ def test_the_answer_in_the_response_is_found_by_15_for_5():
     assert repr(check) == str(check)
 
 
-def test_several_functions_are_added():
-    def tagged(response):
-        return 20.0 * ("<answer>" in response)
-
-    def right(response, answer):
-        return float(f"<answer>{answer}</answer>" in response)
-
-    assert kinds_of(check_reward(right, SUMS)) == "every number from 0 to 99, the right answer among wrong ones"
-    assert "the format without content" in kinds_of(check_reward([right, tagged], SUMS))
-    assert "the format without content" in kinds_of(check_reward({"right": right, "tagged": tagged}, SUMS))
-
-
 @pytest.mark.parametrize(
     ("rows", "right"),
     [
@@ -100,36 +87,12 @@ def test_known_answers_are_found_in_the_layouts_of_data_sets(rows, right):
     assert asked[0] == right
 
 
-def test_a_column_and_a_form_of_ones_own_are_used():
-    rows = [{"prompt": "?", "mine": str(n), "answer": "0"} for n in range(4)]
-
-    def own_form(response, mine):
-        return float(response == f"[[{mine}]]")
-
-    assert check_reward(own_form, rows).problem
-    check = check_reward(own_form, rows, known_answer="mine", known_answer_template="[[{answer}]]")
-    assert (check.rows, check.findings, check.problem) == (4, [], "")
-    assert "known_answer" in check_reward(own_form, rows, known_answer="yours").problem
-
-
-def test_rows_without_known_answers_are_not_attacked():
-    assert check_reward(lambda response: 1.0, [{"prompt": "Write a poem."}]).problem
-    assert check_reward(lambda response: 1.0, []).problem
-
-
 def test_a_function_that_fails_on_wrong_answers_gives_them_no_reward():
     def fragile(response, answer):
         return float(re.fullmatch(r"<answer>(.*)</answer>", response)[1] == answer)
 
     check = check_reward(fragile, SUMS)
     assert (check.rows, check.findings, check.problem) == (8, [], "")
-
-
-def test_a_function_that_fails_on_everything_says_so():
-    def failing(completions, answer):  # expects chats
-        return [float(completion[0]["content"] == answer[0]) for completion in completions]
-
-    assert "no known answer has a reward" in check_reward(failing, SUMS).problem
 
 
 def test_a_prompt_that_has_begun_the_thought_is_continued():
@@ -153,25 +116,9 @@ def test_no_cell_of_an_answer_ends_the_attack(answers):
     assert str(check_reward(lambda response, answer: float(response == str(answer)), rows))
 
 
-def test_only_the_first_rows_are_read():
-    check = check_reward(exact_answer, ({"prompt": "?", "answer": str(n)} for n in range(10**9)))
-    assert (check.rows, check.problem) == (8, "")
-
-
-def test_tools_are_called_without_arguments():
-    (finding,) = [f for f in check_reward(*WEAK["the name of the tool occurs"]).findings if "arguments" in f.kind]
-    assert finding.response == '[{"name": "weather", "arguments": {}}]'
-    assert finding.rows == len(TOOLS)
-
-
 @pytest.mark.parametrize(
     "function", ["http://localhost:1/score", Judge(model="m", base_url="http://localhost:1").load()]
 )
 def test_servers_and_judges_are_not_asked(function):
     with pytest.raises(ConfigError, match="servers and judges are not attacked"):
         check_reward(function, SUMS)
-
-
-def test_a_column_that_no_row_has_is_an_error():
-    with pytest.raises(ConfigError, match="asks for 'solution'"):
-        check_reward(lambda response, solution: 1.0, SUMS)

@@ -12,11 +12,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from realign.config import build
-from realign.errors import ConfigError, DataError, TransientError
-from realign.interfaces.rule_reward import RuleRewardInterface
+from realign.errors import ConfigError, TransientError
 from realign.rewards import FailureKind, RewardPool
-from realign.rewards.judge import Judge, JudgeFunction, Number, Pattern, Structured
+from realign.rewards.judge import Judge, Number, Pattern, Structured
 from realign.rewards.pool.http import Unreachable
 from tests.bad_answers import BAD, answered, bad_server
 
@@ -154,19 +152,6 @@ def test_an_answer_without_a_valid_score_is_a_failure(score, answer, message):
         score.reward(answer)
 
 
-def test_the_template_inserts_texts_and_columns_once_and_keeps_other_braces():
-    judge = Judge("m", prompt='{prompt}|{response}|{answer}|{"score": 1}', system="Be strict.", score=Structured())
-    request = judge.request("{response}", "{answer}{nothing}", {"answer": 4, "prompt": "of the row"})
-    assert request["messages"] == [
-        {"role": "system", "content": "Be strict."},
-        {"role": "user", "content": '{response}|{answer}{nothing}|4|{"score": 1}'},
-    ]
-    assert request["temperature"] == 0.0
-    assert request["response_format"]["json_schema"]["strict"] is True
-    with pytest.raises(DataError, match=r"no column 'answer'; found \['prompt', 'response', 'solution'"):
-        judge.request("", "", {"solution": 1})
-
-
 @pytest.mark.parametrize(
     ("cell", "shown"),
     [
@@ -185,32 +170,6 @@ def test_the_judge_reads_numbers_as_written_and_scores_nothing_without_a_value(c
         assert (request and request["messages"][0]["content"]) == shown
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"score": {"low": 3, "high": 3}}, r"functions\.j\.score\.low=3: must be below high=3"),
-        ({"score": {"_target_": "realign.rewards.judge.Pattern", "pattern": "("}}, r"score\.pattern='\(': invalid"),
-        ({"score": {"_target_": "realign.rewards.judge.Pattern", "pattern": "a"}}, r"has 0 groups"),
-        ({"score": "stars"}, r"functions\.j\.score: unknown choice 'stars'"),
-        ({"options": {"stream": True}}, r"functions\.j\.options\.stream: the judge sets this argument"),
-        ({"base_url": "localhost:8000"}, "invalid URL"),
-        ({"base_url": "http://user:pass@localhost/v1"}, "contains credentials"),
-        ({"modle": "x"}, r"unknown key 'interfaces\.reward\.functions\.j\.modle'; did you mean 'model'"),
-    ],
-)
-def test_a_wrong_setting_is_named_with_its_key(settings, message):
-    judge = {"_target_": "realign.rewards.judge.Judge", "model": "m", **settings}
-    node = {"_target_": "realign.interfaces.rule_reward.RuleRewardInterface", "functions": {"j": judge}}
-    with pytest.raises(ConfigError, match=message):
-        build(node, RuleRewardInterface, "interfaces.reward")
-
-
-def test_without_the_client_the_extra_is_named(monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"needs the package openai: pip install 'realign-rl\[judge\]'"):
-        Judge("m").load()
-
-
 def test_the_key_is_named_and_goes_only_where_the_environment_allows(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     with pytest.raises(ConfigError, match="the environment variable OPENAI_API_KEY is not set"):
@@ -227,11 +186,6 @@ def test_the_key_is_named_and_goes_only_where_the_environment_allows(monkeypatch
     monkeypatch.setenv("REALIGN_URL_VARIABLES", "OPENAI_API_KEY")
     assert pickle.loads(pickle.dumps(elsewhere.load())).judge == elsewhere
     assert KEY.encode() not in pickle.dumps(elsewhere.load())
-
-
-def test_the_deadline_of_a_call_leaves_time_for_all_retries():
-    assert Judge("m", timeout_s=5.0, retries=0).deadline_s(30.0) == 5.0
-    assert Judge("m", timeout_s=5.0, retries=2).deadline_s(30.0) == 35.0
 
 
 @client
@@ -283,14 +237,6 @@ def test_a_busy_server_is_asked_again_and_a_refusal_is_not(monkeypatch):
 
 
 @client
-def test_a_server_that_stays_silent_counts_as_unreachable():
-    with server(lambda request, number: (503, {}, {"Retry-After-Ms": "1"})) as judge_server:
-        judge = Judge("m", base_url=judge_server.url, retries=1)
-        with pytest.raises(TransientError, match="unreachable 3"):
-            ask(judge, ["a", "b", "c", "d"], max_failed_fraction=0.5)
-
-
-@client
 def test_a_server_that_ends_during_the_run_counts_as_unreachable():
     with server(lambda request, number: "5") as judge_server:
         pool = RewardPool(
@@ -321,14 +267,6 @@ def test_a_dead_server_is_an_error_before_anything_is_asked():
         url = judge_server.url
     with pytest.raises(TransientError, match=r"judge m at http://127.*: no server accepts connections \(.*refused\)"):
         ask(Judge("m", base_url=url), ["a"])
-
-
-@client
-def test_an_answer_without_a_score_is_a_failure_that_shows_it():
-    with server(lambda request, number: "I like it") as judge_server:
-        scores = ask(Judge("m", base_url=judge_server.url), ["a"], workers=1)
-    assert scores.values == [None]
-    assert "the judge's answer contains no score: 'I like it'" in scores.failures[0].message
 
 
 @client
@@ -367,19 +305,6 @@ def test_equal_requests_are_sent_once_also_at_the_same_time():
 
 
 @client
-def test_a_failed_request_is_not_cached():
-    with server(lambda request, number: "good" if number == 1 else (400, {}) if number == 2 else "5") as judge_server:
-        function = JudgeFunction(Judge("m", base_url=judge_server.url))
-        settings = {"workers": 0, "timeout_s": 20.0, "memory_mb": None, "max_failed_fraction": 1.0}
-        with RewardPool(function, **settings) as pool:
-            for value in (None, None):  # an answer without a score is cached: it is the answer to this request
-                assert pool.score(["p"], ["a"], [{}]).values == [value]
-            for value in (None, 0.5, 0.5):
-                assert pool.score(["p"], ["b"], [{}]).values == [value]
-    assert len(judge_server.requests) == 3
-
-
-@client
 def test_the_folder_of_answers_serves_other_runs_and_only_the_same_request(tmp_path):
     with server(length) as judge_server:
         settings = {"base_url": judge_server.url, "prompt": TEMPLATE, "cache_dir": str(tmp_path / "answers")}
@@ -395,24 +320,6 @@ def test_the_folder_of_answers_serves_other_runs_and_only_the_same_request(tmp_p
             file.write_text("{")
         assert ask(Judge("m", **settings), ["abc"]).values == pytest.approx([0.3])
         assert len(judge_server.requests) == 6
-
-
-@client
-def test_a_judge_is_one_more_line_of_config():
-    judge = {"_target_": "realign.rewards.judge.Judge", "model": "m", "weight": 0.5, "score": "structured"}
-    with server(lambda request, number: '{"reason": "", "score": 8}') as judge_server:
-        node = {
-            "_target_": "realign.interfaces.rule_reward.RuleRewardInterface",
-            "functions": {"judge": {**judge, "base_url": judge_server.url}, "exact": "realign.rewards:exact_answer"},
-            "workers": 1,
-        }
-        from tests.interfaces.rule_rewards import batch, columns
-
-        made = build(node, RuleRewardInterface, "interfaces.reward")
-        data = batch([[3]]).with_metadata(row=[{"answer": "c"}])
-        rewards_of = columns(made, data)
-    assert rewards_of["rewards/judge"] == pytest.approx([0.8])
-    assert rewards_of["rewards"] == pytest.approx([1.4])
 
 
 def _completion(text):
@@ -466,10 +373,3 @@ def test_no_answer_of_a_bad_server_gives_a_reward_or_a_traceback_of_the_client(m
     assert "the answer has more than 2,097,152 bytes" in messages["an endless body"]
     assert "the answer is compressed" in messages["a compression bomb"]
     assert "answered '<html>busy</html>'; expected a chat completion with text" in messages["html"]
-
-
-@client
-def test_the_server_is_asked_for_answers_that_are_not_compressed():
-    with server(lambda request, number: "5") as state:
-        ask(Judge(model="m", base_url=state.url), ["a"])
-    assert state.headers[0]["accept-encoding"] == "identity"

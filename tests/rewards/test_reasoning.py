@@ -7,9 +7,8 @@ from types import ModuleType
 
 import pytest
 
-from realign.errors import ConfigError
 from realign.rewards import reasoning
-from realign.rewards.reasoning import brief, last_number, verified
+from realign.rewards.reasoning import last_number, verified
 
 ROW = {"prompt": "2 + 3 =", "answer": "5", "task": "chain_sum", "metadata": {"source_index": 1}}
 
@@ -57,14 +56,3 @@ def test_the_verifier_of_the_task_gets_the_stripped_response_and_the_entry(packa
 )
 def test_only_the_last_number_counts_and_a_number_that_contains_the_answer_is_wrong(response, reward):
     assert last_number("", response, ROW) == reward
-
-
-@pytest.mark.parametrize(("response", "reward"), [("", 1.0), ("x" * 24 + "  ", 1.0), ("x" * 48, 0.5)])
-def test_long_responses_get_less(response, reward):
-    assert brief("", response, ROW) == reward
-
-
-def test_without_the_package_the_error_names_the_extra(monkeypatch):
-    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    with pytest.raises(ConfigError, match=r"needs the package reasoning-gym: pip install 'realign-rl\[tasks\]'"):
-        last_number("", "5", ROW)

@@ -1,7 +1,6 @@
 import json
 import logging
 import os
-import shlex
 import signal
 import socket
 import subprocess
@@ -12,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from realign.config import build_experiment, compose
 from realign.errors import ConfigError
 from realign.rewards import sandbox as module
 from realign.rewards.sandbox import (
@@ -23,7 +21,6 @@ from realign.rewards.sandbox import (
     find_sandbox,
     runs_to_its_end,
 )
-from realign.rewards.unit_tests import UnitTests
 from tests.rewards.escapes import OUTSIDE, REFUSED
 
 LIMITS = ProgramLimits(timeout_s=20.0, memory_mb=256, processes=8, disk_mb=16)
@@ -217,21 +214,6 @@ def test_the_command_line_separates_everything_and_mounts_only_what_python_needs
     assert words.index("--tmpfs") < words.index(str(tmp_path)) < words.index("--chdir")
 
 
-def test_the_command_line_contains_the_limits_and_the_user_only_for_root():
-    expected = [str(256 * 2**20), "4", "8", str(16 * 2**20), "256"]
-    assert options(Bubblewrap("bwrap", True, ()), timeout_s=3.5)[-6:] == ["77", *expected]
-    assert options(Bubblewrap("bwrap", False, ()), timeout_s=3.5)[-6:] == ["0", *expected]
-
-
-def test_a_private_folder_is_hidden_only_where_it_would_be_visible(tmp_path):
-    inside, elsewhere = tmp_path / "tree" / "run", tmp_path / "elsewhere"
-    words = options(Bubblewrap("bwrap", False, (str(tmp_path / "tree"),), (str(inside), str(elsewhere))))
-    assert words[words.index(str(inside)) - 1] == "--tmpfs"
-    assert words.index(str(tmp_path / "tree")) < words.index(str(inside))
-    assert words[-1 - words[::-1].index(str(inside)) - 1] == "--remount-ro"
-    assert str(elsewhere) not in words
-
-
 @pytest.fixture
 def no_bubblewrap(monkeypatch):
     monkeypatch.setattr(module, "find_sandbox", lambda: "bwrap is not installed")
@@ -247,16 +229,6 @@ def test_required_is_a_configuration_error_that_names_the_reason(no_bubblewrap):
     assert "sandbox: off}'" in str(error.value)
 
 
-def test_the_flag_of_the_error_runs_programs_without_a_sandbox(no_bubblewrap):
-    with pytest.raises(ConfigError) as error:
-        choose_sandbox(SandboxMode.required)
-    overrides = shlex.split(str(error.value).partition("sandbox=off: ")[2])
-    given = "interfaces.reward.function=realign.rewards.unit_tests:passes"
-    experiment = build_experiment(compose(["experiment=grpo_arithmetic", given, *overrides]))
-    reward = experiment.interfaces["reward"]
-    assert reward.functions == {"tests": UnitTests(sandbox="off")}
-
-
 def test_without_a_sandbox_one_warning_names_what_is_not_prevented(no_bubblewrap, caplog):
     with caplog.at_level(logging.INFO):
         assert [choose_sandbox(SandboxMode.off) for _ in range(3)] == [None] * 3
@@ -265,16 +237,6 @@ def test_without_a_sandbox_one_warning_names_what_is_not_prevented(no_bubblewrap
     assert "sandbox=off" in record.message
     for what in ("network", "reading and writing your files", "signaling", "memory and disk"):
         assert what in record.message
-
-
-def test_with_a_sandbox_the_log_says_so_once(monkeypatch, caplog):
-    module._log_once.cache_clear()
-    chosen = Bubblewrap("bwrap", False, ())
-    monkeypatch.setattr(module, "find_sandbox", lambda: chosen)
-    with caplog.at_level(logging.INFO):
-        assert [choose_sandbox(SandboxMode.required) for _ in range(2)] == [chosen] * 2
-    module._log_once.cache_clear()
-    assert [record.message for record in caplog.records] == ["programs of unit tests run in a bubblewrap sandbox"]
 
 
 def searched(monkeypatch, path="/bin/bwrap", platform="linux", machine="x86_64"):
@@ -299,25 +261,3 @@ def searched(monkeypatch, path="/bin/bwrap", platform="linux", machine="x86_64")
 )
 def test_a_machine_without_what_the_sandbox_needs_has_a_reason(machine, reason, monkeypatch):
     assert reason in searched(monkeypatch, **machine)
-
-
-def test_a_machine_whose_bubblewrap_does_not_contain_programs_has_no_sandbox(monkeypatch):
-    monkeypatch.setattr(module, "runs_to_its_end", lambda program, limits, sandbox: False)
-    assert searched(monkeypatch) == "a test program in bwrap was not contained"
-
-
-def test_a_machine_whose_bubblewrap_does_not_start_reports_the_message_of_bubblewrap(monkeypatch):
-    def fails(program, limits, sandbox):
-        raise RuntimeError("the program did not start: 'bwrap: No permissions to create new namespace'")
-
-    monkeypatch.setattr(module, "runs_to_its_end", fails)
-    assert "No permissions to create new namespace" in searched(monkeypatch)
-
-
-@pytest.mark.parametrize(("uid", "first"), [(0, True), (1000, False)])
-def test_only_root_creates_the_sandbox_as_root(uid, first, monkeypatch):
-    monkeypatch.setattr(module.os, "geteuid", lambda: uid)
-    monkeypatch.setattr(module, "runs_to_its_end", lambda program, limits, sandbox: True)
-    chosen = searched(monkeypatch)
-    assert isinstance(chosen, Bubblewrap)
-    assert chosen.as_root is first

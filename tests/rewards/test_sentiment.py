@@ -1,13 +1,8 @@
 from __future__ import annotations
 
-import sys
-
 import pytest
 
-from realign.errors import ConfigError
 from realign.rewards.sentiment import compound
-
-NAME = "realign.rewards.sentiment:compound"
 
 
 def test_the_tone_is_that_of_prompt_and_response_together():
@@ -16,12 +11,3 @@ def test_the_tone_is_that_of_prompt_and_response_together():
     denied = -0.74 * 1.9
     assert compound("the soup was not", "good .", {}) == pytest.approx(denied / (denied**2 + 15) ** 0.5, abs=1e-4)
     assert compound("the soup", "was green .", {}) == 0
-
-
-def test_without_vader_the_extra_is_named(monkeypatch):
-    from realign.rewards.sentiment import _analyzer
-
-    _analyzer.cache_clear()
-    monkeypatch.setitem(sys.modules, "vaderSentiment.vaderSentiment", None)
-    with pytest.raises(ConfigError, match=r"pip install 'realign-rl\[sentiment\]'"):
-        compound("", "", {})

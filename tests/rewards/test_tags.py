@@ -25,10 +25,3 @@ GOOD = "<think>2 and 2\nmake 4</think>\n<answer> 4 </answer>\n"
 def test_one_thought_then_one_answer(response, formed, right):
     assert well_formed("what is 2 + 2?", response, {}) == formed
     assert tagged_answer("what is 2 + 2?", response, {"answer": 4}) == right
-
-
-def test_a_prompt_may_have_opened_the_thought():
-    rest = GOOD.removeprefix("<think>")
-    assert tagged_answer("2 + 2? <think>\n", rest, {"answer": "4"}) == 1.0
-    assert tagged_answer("2 + 2?", rest, {"answer": "4"}) == 0.0
-    assert well_formed("2 + 2? <think>\n", GOOD, {}) == 0.0

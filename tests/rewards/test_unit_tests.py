@@ -1,9 +1,8 @@
-import logging
 from dataclasses import replace
 
 import pytest
 
-from realign.errors import ConfigError, SettingsError
+from realign.errors import ConfigError
 from realign.interfaces.rule_reward import RuleRewardInterface
 from realign.rewards import FailureKind, RewardPool
 from realign.rewards import sandbox as sandboxes
@@ -54,10 +53,6 @@ def test_a_program_that_does_not_end_is_wrong_not_unjudged(passes):
     assert replace(passes, limits=ProgramLimits(timeout_s=0.5))("", "while True: pass", TESTS) == 0.0
 
 
-def test_a_program_with_much_output_is_judged_by_its_tests(passes):
-    assert passes("", RIGHT + "print('x' * 1_000_000)\n", TESTS) == 1.0
-
-
 def test_in_the_workers_a_row_without_tests_fails_alone():
     with RewardPool(UNSAFE, workers=1, timeout_s=30, memory_mb=2048, max_failed_fraction=0.5) as pool:
         scores = pool.score(["", ""], [RIGHT, RIGHT], [TESTS, {}])
@@ -82,14 +77,6 @@ def test_a_prepared_function_has_the_sandbox_of_the_run_and_never_falls_back(use
         prepared("", RIGHT, TESTS)
 
 
-def test_without_a_sandbox_a_prepared_function_runs_programs_with_the_present_limits(use_sandbox):
-    use_sandbox("bwrap is not installed")
-    prepared = UNSAFE.prepare()
-    assert prepared.sandbox is None
-    use_sandbox(Bubblewrap("/no/such/bwrap", as_root=False, trees=()))
-    assert prepared("", RIGHT, TESTS) == 1.0
-
-
 @pytest.mark.parametrize(
     "settings", [{"function": "realign.rewards.unit_tests:passes"}, {"functions": {"tests": UnitTests()}}]
 )
@@ -98,17 +85,6 @@ def test_a_run_without_a_sandbox_ends_when_its_interfaces_open(settings, workers
     use_sandbox("bwrap is not installed")
     with pytest.raises(ConfigError, match=r"sandbox=required: .* bwrap is not installed"):
         RuleRewardInterface(**settings, workers=workers).open()
-
-
-def test_a_run_says_once_at_launch_that_its_sandbox_is_off(use_sandbox, caplog):
-    use_sandbox(Bubblewrap("bwrap", as_root=False, trees=()))
-    with caplog.at_level(logging.INFO):
-        for _ in range(2):
-            interface = RuleRewardInterface(functions={"tests": UnitTests(sandbox="off")}, workers=1)
-            interface.open()
-            interface.close()
-    (record,) = [record for record in caplog.records if "sandbox" in record.message]
-    assert record.message.startswith("sandbox=off: Programs of unit tests run without a sandbox")
 
 
 @pytest.mark.parametrize(("mode", "said"), [("off", "without a sandbox"), ("required", "in a bubblewrap sandbox")])
@@ -122,15 +98,6 @@ def test_the_launch_table_says_whether_programs_run_in_a_sandbox(mode, said, use
     other.open()
     other.close()
     assert other.describe(1)["programs of responses"] == ""
-
-
-def test_the_settings_become_the_limits_and_the_deadline():
-    term = UnitTests(sandbox="off", timeout_s=40.0, memory_mb=100, processes=3, disk_mb=5)
-    assert term.load() == UnitTestsFunction(ProgramLimits(40.0, 100, 3, 5), SandboxMode.off)
-    assert term.deadline_s(30.0) == 50.0
-    assert UnitTests().deadline_s(30.0) == 30.0
-    with pytest.raises(SettingsError, match=r"sandbox='on': unknown choice \(valid: required, off\)"):
-        UnitTests(sandbox="on")
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -58,11 +58,6 @@ def test_calls_are_summarized_per_step_with_the_time_outside_of_calls():
     ]
 
 
-def test_overlapping_calls_have_no_time_outside():
-    rows = [{"step_s": 2.0, "time/a_s": 2.0, "time/b_s": 1.0}]
-    assert [c.name for c in summarize(["a", "b"], rows, {}, [], 3)] == ["a", "b"]
-
-
 @pytest.fixture
 def runtime(tmp_path):
     write_experiment(tmp_path / "conf")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import shutil
 import signal
@@ -46,9 +45,8 @@ from realign.runtime.resume import (
     check_version,
     find_start,
     training_settings,
-    warn_of_another_environment,
 )
-from realign.runtime.run_checkpoints import config_of, environment, frozen_weights, restore, run_state
+from realign.runtime.run_checkpoints import config_of, frozen_weights, restore, run_state
 from realign.runtime.training import RunResult
 from tests.checkpoint_runs import Killed, Killer, run_until_killed, save_files, untimed
 from tests.checkpoint_runs import experiment as model_experiment
@@ -168,23 +166,6 @@ def test_a_start_that_failed_is_no_earlier_run(tmp_path):
     assert run(experiment(tmp_path, steps=1)).series("step") == [0, 1]
 
 
-def test_a_tree_of_something_else_is_refused(tmp_path):
-    write_checkpoint(tmp_path / "run" / "checkpoints", 1, {"config": {}, "weights": torch.ones(2)})
-    with pytest.raises(
-        CheckpointError, match="step_000001 is not a checkpoint of a run: it lacks callbacks, counters, data,"
-    ):
-        resumed(tmp_path)
-
-
-def test_a_branch_replaces_no_other_run_unasked(tmp_path):
-    out = done(tmp_path)
-    other = done(tmp_path, output_dir=tmp_path / "other")
-    with pytest.raises(ConfigError, match=r"contains an earlier run, and resume=.* starts a new one"):
-        resumed(tmp_path, resume=str(out), output_dir=other)
-    resumed(tmp_path, resume=str(out), output_dir=other, overwrite=True)
-    assert steps_of(other) == [4, 5]
-
-
 def test_a_run_that_dies_while_its_models_are_saved_saves_them_when_it_is_resumed(tmp_path, monkeypatch):
     def dies(self, folder):
         raise Killed
@@ -267,36 +248,6 @@ def test_a_script_is_compared_by_what_orders_the_data(tmp_path):
     done(tmp_path)
     with pytest.raises(CheckpointError, match="batch_prompts was 8, is 4; seed was 0, is 1"):
         resumed(tmp_path, seed=1, batch_prompts=4)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"resume_skip": ["data"]}, r"resume_skip=\[data\]: has no effect without resume"),
-        ({"resume_allow": ["data"]}, r"resume_allow=\[data\]: has no effect without resume"),
-        (
-            {"resume": "auto", "resume_skip": ["dat"]},
-            r"resume_skip=\[dat\]: unknown part \(valid: optimizer, data, random, ",
-        ),
-        ({"resume": "auto", "resume_skip": ["counters"]}, r"resume_skip=\[counters\]: it starts a new run"),
-    ],
-)
-def test_settings_that_make_no_sense_are_refused(tmp_path, settings, message):
-    with pytest.raises(ValueError, match=message):
-        experiment(tmp_path, **settings)
-
-
-def test_another_environment_gives_a_warning():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        warn_of_another_environment(environment())
-    with pytest.warns(UserWarning, match=r"The environment differs from .* \(torch was 1\.0, is .*\)"):
-        warn_of_another_environment(environment() | {"torch": "1.0"})
-
-
-def test_a_package_without_metadata_has_a_version_that_checkpoints_and_chains_accept(monkeypatch):
-    monkeypatch.setattr("realign.runtime.run_checkpoints.version_of", lambda _: None)
-    assert environment()["torch"] == "unknown"
 
 
 def test_only_new_keys_of_sections_that_the_checkpoint_has_are_new_settings():
@@ -561,12 +512,6 @@ def test_lines_behind_the_checkpoint_are_cut_off_and_a_gap_is_said(tmp_path):
         resumed(tmp_path, 6)
 
 
-def test_the_stall_of_a_checkpoint_is_on_the_record_of_the_next_step(tmp_path):
-    history = run(experiment(tmp_path, steps=4, checkpoint=CheckpointSpec(every_steps=2))).history
-    assert [record["step"] for record in history if "time/checkpoint_s" in record] == [3]
-    assert steps_of(tmp_path / "run") == [2, 4]
-
-
 def test_the_checkpoint_of_the_best_step_stays(tmp_path):
     last, best = (
         CheckpointSpec(every_steps=2, keep=1),
@@ -578,12 +523,6 @@ def test_the_checkpoint_of_the_best_step_stays(tmp_path):
     assert steps_of(tmp_path / "run") == [1, 6]
     run(experiment(tmp_path, steps=8, checkpoint=last, resume="auto"))
     assert steps_of(tmp_path / "run") == [8]
-
-
-def test_minutes_are_counted_too(tmp_path):
-    assert steps_of(done(tmp_path)) == [1, 2, 3]
-    often = CheckpointSpec(every_minutes=1e-9, keep=2)
-    assert steps_of(run(experiment(tmp_path, steps=4, checkpoint=often, overwrite=True)).output_dir) == [3, 4]
 
 
 def test_a_full_disk_warns_and_does_not_end_the_run(tmp_path, monkeypatch):
@@ -645,11 +584,6 @@ def test_a_stop_whose_checkpoint_fails_says_so(tmp_path, monkeypatch):
 WEIGHTS = "actor/bigram.npz"
 
 
-def replaced_by_a_pipe(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path)
-
-
 DAMAGES: dict[str, Callable[[Path], object]] = {
     "missing folder": shutil.rmtree,
     "flipped byte": lambda final: flip(final / WEIGHTS),
@@ -676,22 +610,6 @@ def test_damaged_models_of_a_complete_run_are_saved_again_from_the_checkpoint(tm
     assert steps_of(out) == [1, 2, 3]
     with pytest.raises(RunComplete):
         resumed(tmp_path, steps=3)
-
-
-def test_a_pipe_among_the_saved_models_does_not_block_a_resume(tmp_path):
-    out = done(tmp_path)
-    replaced_by_a_pipe(out / "final" / WEIGHTS)
-    with pytest.warns(UserWarning, match=r"damaged \(actor/bigram\.npz: not a regular file\)"):
-        resumed(tmp_path, steps=3)
-    with pytest.raises(RunComplete):
-        resumed(tmp_path, steps=3)
-
-
-def test_the_models_of_another_run_are_not_compared(tmp_path):
-    out = done(tmp_path)
-    shutil.rmtree(out / "final")
-    with pytest.raises(RunComplete, match="the run is complete"):
-        resumed(tmp_path, steps=3, resume=str(out), output_dir=tmp_path / "branch")
 
 
 def test_models_without_hashes_in_the_checkpoint_may_be_those_of_another_step_and_are_saved_again(tmp_path):
@@ -856,20 +774,6 @@ def test_more_steps_are_allowed_for_every_shipped_experiment(name):
     for message in warnings_shown:
         assert "schedule.total was 300, is 900" in message
         assert message.endswith("schedule.total=300.")
-
-
-def test_only_a_length_that_follows_steps_may_differ():
-    def config(steps: int, total: int, lr: float = 0.1) -> dict[str, object]:
-        return {"steps": steps, "optimizer": {"lr": lr, "schedule": {"kind": "cosine", "total": total}}, "n": steps}
-
-    with pytest.raises(CheckpointError, match=r"checkpoint: n was 3, is 9\. To resume"):
-        check_config(config(3, 3), config(9, 9), [])
-    for before, after in ((config(3, 5), config(9, 9)), (config(3, 3), config(9, 12)), (config(3, 3), config(3, 4))):
-        with pytest.raises(CheckpointError, match=r"optimizer\.schedule\.total was"):
-            check_config(before, after, ["n"])
-    check_config(config(3, 5), config(9, 5), ["n"])
-    with pytest.raises(CheckpointError, match=r"checkpoint: optimizer\.lr was 0\.1, is 0\.2"):
-        check_config(config(3, 3), config(9, 9, lr=0.2), ["n"])
 
 
 def test_a_run_with_a_cosine_schedule_continues_with_more_steps(tmp_path):

@@ -16,8 +16,7 @@ from rich.console import Console
 from realign.api import Callback, CallbackResult
 from realign.ranks import Ranks, command_words
 from realign.runtime import Interrupted, run
-from realign.runtime.run_report import git_state, parent_of, run_json
-from tests.disk import OTHERS
+from realign.runtime.run_report import git_state, parent_of
 from tests.toys import experiment
 
 COMMAND = ["experiment=toy", "steps=3", "overwrite=true", "output_dir=a b", "resume=auto"]
@@ -99,16 +98,6 @@ def test_an_interrupted_run_shows_how_to_resume(tmp_path):
     assert "models" not in summary["files"]
 
 
-def test_a_failed_run_shows_nothing_and_keeps_its_status(tmp_path):
-    class Fails(Callback):
-        def on_step(self, event):
-            raise ValueError("a bug")
-
-    text, summary = shown(tmp_path, fails=ValueError, callbacks={"stop": Fails()})
-    assert "steps in" not in text
-    assert (summary["status"], summary["reason"], summary["step"]) == ("failed", "a bug", 1)
-
-
 def test_a_run_from_python_suggests_no_command_line(tmp_path):
     out = run(experiment(tmp_path)).output_dir
     assert json.loads((out / "summary.json").read_text())["next_commands"].keys() == {
@@ -148,14 +137,6 @@ def test_a_parent_without_a_step_is_none(tmp_path, step):
     assert parent_of(tmp_path) is None
 
 
-@pytest.mark.parametrize("kind", OTHERS)
-def test_a_description_that_is_no_file_is_empty(tmp_path, kind):
-    (tmp_path / "there").write_text('{"secret": 1}')
-    os.mkfifo(tmp_path / "queue")
-    OTHERS[kind](tmp_path / "run.json")
-    assert run_json(tmp_path) == {}
-
-
 A, B = "a" * 40, "b" * 40
 
 
@@ -177,12 +158,6 @@ def test_the_commit_is_that_of_the_branch(tmp_path):
     assert repository(tmp_path, HEAD=f"{A}\n") == {"commit": A, "branch": "HEAD"}
     (tmp_path / "below").mkdir()
     assert git_state(tmp_path / "below") == {"commit": A, "branch": "HEAD"}
-
-
-@pytest.mark.parametrize("head", ["", "x", "ref: refs/../../secret", "ref: /etc/passwd", "ref: refs/\0", "a" * 9999])
-def test_a_damaged_repository_has_no_commit(tmp_path, head):
-    (tmp_path / "secret").write_text(A)
-    assert repository(tmp_path, HEAD=head) is None
 
 
 def test_git_is_not_run_and_neither_are_its_programs(tmp_path, monkeypatch):

@@ -51,10 +51,6 @@ def test_the_current_call_is_named_and_the_first_call_of_a_reward_starts_its_wor
     assert during("evaluation", first=True) == "running evaluation, 0 s"
 
 
-def test_between_two_operations_nothing_is_shown():
-    assert during(None, first=True) == ""
-
-
 FAILS_ON_RANK_0 = {
     "metrics": "realign.records.metrics.records.JsonLinesWriter.log",
     "recorded calls": "realign.records.recorded_calls.write_calls",
@@ -297,9 +293,3 @@ def test_prompts_that_teach_nothing_for_another_reason_are_an_error_that_keeps_t
         run(solving(tmp_path, later, until))
     assert checkpoints(tmp_path / "run") == ([2] if until == 3 else [])
     assert not (tmp_path / "run" / "final").exists()
-
-
-def test_a_solved_task_goes_on_with_other_settings(tmp_path):
-    run(solving(tmp_path, 1.0))
-    again = run(experiment(tmp_path, steps=4, evaluation=None, resume="auto"))
-    assert again.series("step") == [0, 1, 2, 3, 4]

@@ -360,21 +360,6 @@ def test_a_broken_engine_fails(name, engine, message):
         check_engine(engine, DATA, load=load, only=name)
 
 
-def test_each_check_has_a_broken_engine():
-    assert {name for name, _, _ in BROKEN} == ENGINE_CHECKS.keys()
-
-
-def test_an_accident_is_no_refusal():
-    class Unfinished(BigramEngine):
-        def generate(self, data, config, *, seed):
-            if config.router_replay:
-                raise KeyError("router_experts")
-            return super().generate(data, config, seed=seed)
-
-    with pytest.raises(AssertionError, match=r"ends with KeyError: 'router_experts'"):
-        check_engine(Unfinished, DATA, only="router_replay")
-
-
 def test_a_missing_method_is_an_error_at_once():
     class Empty(PipelinableEngine):
         pass

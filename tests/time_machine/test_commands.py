@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import json
-import os
-import re
 import shutil
 import warnings
 from pathlib import Path
@@ -15,9 +12,6 @@ import torch
 from safetensors.torch import load_file
 
 from realign.cli import main
-from realign.records.checkpoint.folder import facts_of, render_manifest
-from realign.time_machine import commands as command
-from realign.time_machine.commands import _of_machine
 from realign.time_machine.earlier_run import run_folder
 from realign.time_machine.replay import RecordedAnswers
 
@@ -135,12 +129,6 @@ def test_a_fork_takes_steps_again_from_data_that_was_moved(task, train, monkeypa
     assert torch.equal(*(next(iter(weights(task / "runs" / name).values())) for name in ("moved", "on")))
 
 
-def test_a_fork_can_change_the_algorithm(finished, monkeypatch):
-    monkeypatch.chdir(finished)
-    assert main(["fork", "runs/a", "4", "algorithm=dr_grpo"]) == 0
-    assert Path("runs/a-fork4-algorithm-dr_grpo/final/actor").is_dir()
-
-
 def test_a_fork_that_is_interrupted_while_it_takes_steps_again_leaves_no_folder(finished, monkeypatch):
     monkeypatch.chdir(finished)
 
@@ -214,42 +202,6 @@ def test_several_processes_are_named_as_the_reason_for_other_numbers(finished, t
         assert (said in capsys.readouterr().out) == names
 
 
-@pytest.fixture
-def of_another_version(finished, tmp_path, monkeypatch):
-    """Return a copy of the run without a setting, as if a version without this setting had written it."""
-
-    def without(node):
-        return {key: without(x) for key, x in node.items() if key != "shuffle"} if isinstance(node, dict) else node
-
-    monkeypatch.chdir(finished)
-    run = shutil.copytree("runs/a", tmp_path / "a")
-    for checkpoint in (run / "checkpoints").glob("step_*"):
-        state = json.loads((checkpoint / "state.json").read_text())
-        config = state["tree"]["config"]
-        config["interfaces"]["reward"] = without(config["interfaces"]["reward"])
-        state["tree"]["realign"] = "0.0.1"
-        (checkpoint / "state.json").write_text(json.dumps(state))
-        manifest = json.loads((checkpoint / "manifest.json").read_text())
-        del manifest["sha256"]
-        manifest["files"]["state.json"] = facts_of(checkpoint / "state.json")
-        (checkpoint / "manifest.json").write_bytes(render_manifest(manifest))
-    info = json.loads((run / "run.json").read_text())
-    info["versions"]["realign"] = "0.0.1"
-    (run / "run.json").write_text(json.dumps(info))
-    lines = [
-        json.loads(line) | {"settings": "of that version"} for line in (run / "metrics.jsonl").read_text().splitlines()
-    ]
-    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return run
-
-
-def test_a_run_of_a_version_with_fewer_settings_is_replayed(of_another_version, capsys):
-    told = r"realign 0\.0\.1, which lacks some .* continues with interfaces\.reward\.shuffle=false"
-    with pytest.warns(UserWarning, match=told):
-        assert main(["replay", str(of_another_version), "5"]) == 0
-    assert "metrics equal to the recorded ones" in capsys.readouterr().out
-
-
 def test_a_run_from_the_weights_of_another_is_replayed_from_them(finished, train, monkeypatch, capsys):
     words = ["steps=4", "resume=runs/a", "resume_skip=[counters,data,optimizer]"]
     train("warm", "experiment=grpo_arithmetic", *words)
@@ -320,49 +272,6 @@ def test_mistakes_are_one_line(words, message, finished, monkeypatch, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_a_data_file_that_is_gone_is_named_with_its_key(finished, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)  # run.json says where the run was started
-    run = shutil.copytree(finished / "runs/a", tmp_path / "a")
-    config = (run / "config.yaml").read_text().replace("task/prompts.jsonl", "gone.jsonl")
-    (run / "config.yaml").write_text(config)
-    assert main(["replay", "a", "1"]) == 2
-    assert "data.path: no file or folder 'gone.jsonl'" in capsys.readouterr().err
-
-
-def test_a_folder_that_cannot_be_written_to_is_refused_before_the_step_is_recomputed(finished, monkeypatch, capsys):
-    monkeypatch.chdir(finished)
-    monkeypatch.setattr("os.access", lambda path, mode: mode != os.W_OK)
-    monkeypatch.setattr(command, "_replay", None)
-    assert main(["replay", "runs/a", "2"]) == 2
-    assert "cannot be written to. Choose another folder" in capsys.readouterr().err
-
-
-def test_paths_of_a_command_are_relative_to_the_folder_where_it_starts(finished, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    words = command.fork_words([str(finished / "runs/a"), "2", "output_dir=runs/mine"])
-    assert f"output_dir={tmp_path}/runs/mine" in words
-    for name in ("one", "two"):
-        run = shutil.copytree(finished / "runs/a", tmp_path / name / "runs" / "a")
-        info = json.loads((run / "run.json").read_text())
-        (run / "run.json").write_text(json.dumps(info | {"folder": str(tmp_path / name)}))
-    lines = (tmp_path / "two/runs/a/metrics.jsonl").read_text().splitlines()
-    changed = [json.dumps(json.loads(line) | {"reward": 9.0}) for line in lines]
-    (tmp_path / "two/runs/a/metrics.jsonl").write_text("\n".join(changed))
-    places = []
-    monkeypatch.setattr(command, "_replay", lambda run, step: places.append((run, Path.cwd())))
-    monkeypatch.setattr("realign.time_machine.replay.differences", lambda *_: [])
-    monkeypatch.chdir(tmp_path)
-    assert main(["bisect", "one/runs/a", "two/runs/a"]) == 0
-    assert places == [(tmp_path / name / "runs/a", tmp_path / name) for name in ("one", "two")]
-
-
-def test_loads_of_experts_are_compared_and_durations_are_not():
-    of_training = ("expert_load_max", "idle_experts", "load_balancing_loss", "reward")
-    of_machine = ("step_s", "time/actor_gen_s", "rollout/ready_prompts", "train_tokens_per_s", "seconds")
-    assert not any(map(_of_machine, of_training))
-    assert all(map(_of_machine, of_machine))
-
-
 @pytest.mark.parametrize(
     ("name", "words"),
     [
@@ -389,20 +298,3 @@ def test_a_replay_writes_through_no_link_in_the_run(finished, tmp_path, monkeypa
     assert main(words) == 2
     assert "is a link to" in capsys.readouterr().err
     assert list((tmp_path / "elsewhere").iterdir()) == []
-
-
-def test_a_replay_does_not_replace_files_of_a_chosen_folder(finished, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(finished)
-    (tmp_path / "step.json").write_text("mine")
-    assert main(["replay", "runs/a", "2", "--out", str(tmp_path)]) == 2
-    assert "step.json' is not a file that realign wrote" in capsys.readouterr().err
-    assert (tmp_path / "step.json").read_text() == "mine"
-
-
-def test_leaving_the_debugger_ends_quietly(finished, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(finished)
-    monkeypatch.setattr("sys.stdin", io.StringIO("q\n"))
-    out = tmp_path / "out"
-    assert main(["replay", "runs/a", "2", "--break", "interfaces.actor", "--out", str(out)]) == 0
-    assert not re.search(r"error|Traceback|Quit", capsys.readouterr().err)
-    assert not out.exists()

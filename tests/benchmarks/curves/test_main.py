@@ -3,13 +3,9 @@ from __future__ import annotations
 import json
 
 import pytest
-from tokenizers import pre_tokenizers
 
 from benchmarks.curves import __main__ as curves
 from benchmarks.curves import runs, task
-from realign.demo.sentiment import vocabulary
-from realign.demo.tiny import build_tokenizer
-from tests.tiny import tiny_model
 
 
 @pytest.mark.slow
@@ -28,21 +24,3 @@ def test_the_study_runs_and_reuses_its_records(tmp_path, capsys):
     curves.main(words)
     again = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert again["match"] == report["match"]
-
-
-def test_both_implementations_of_a_llama_are_equal_on_identical_samples(tmp_path, capsys):
-    model, words = tmp_path / "model", vocabulary()
-    tiny_model("llama", vocab_size=2 + len(words)).save_pretrained(model)
-    build_tokenizer(words, split=pre_tokenizers.Whitespace()).save_pretrained(model)
-    given = ["parts=smollm2", f"model={model}", f"folder={tmp_path}", f"images={tmp_path}"]
-    given += ["seeds=1", "steps=3", "batch=8", "lr=1e-3"]
-    curves.main(given)
-    report = json.loads(capsys.readouterr().out.splitlines()[-1])["smollm2"]["1"]
-    assert report["weight_moved"] > 1e-3
-    assert report["metric_difference"] < 1e-5
-    assert report["weight_difference"] < 1e-5
-    assert report["scores_that_differ"] == 0
-    assert (tmp_path / "curves_smollm2_1.png").read_bytes()[:4] == b"\x89PNG"
-    (tmp_path / "model" / "config.json").unlink()
-    curves.main(given)  # from the records
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["smollm2"]["1"] == report

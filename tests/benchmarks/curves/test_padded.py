@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import torch
 
 from benchmarks.curves import padded, runs, task
 from benchmarks.curves.replay import replay, trained
@@ -65,23 +64,3 @@ def test_on_identical_samples_losses_metrics_and_weights_of_the_preset_are_those
     metric, weight = difference(run, steps, folder, pad_left=pad_left)
     assert metric < TOLERANCE
     assert weight < TOLERANCE
-
-
-def spoken(words):
-    return lambda ids: " ".join(words[i] for i in ids)
-
-
-def test_scores_of_the_preset_are_those_of_the_independent_cut(recorded, folder):
-    run, steps = recorded
-    words = list(runs.vocabulary(folder))
-    for step in steps:
-        scores = padded.scores(step.responses, spoken(words), lambda text: runs.score_text(run.reward, text))
-        assert torch.equal(scores, step.scores)
-    assert any((step.scores == -1).any() and (step.scores != -1).any() for step in steps)
-
-
-def test_queries_of_the_preset_are_those_of_the_independent_excerpt(recorded, folder):
-    _, steps = recorded
-    texts = list(task.passages(200, 0))
-    every = {tuple(query) for query in padded.queries(texts, runs.vocabulary(folder), runs.QUERY_TOKENS)}
-    assert {tuple(query) for step in steps for query in step.queries} == every

@@ -2,11 +2,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import Qwen2ForCausalLM
 
-from benchmarks.peer import side_sampler
 from benchmarks.peer.side_realign import Side
-from benchmarks.peer.work import GREEDY, SCENARIOS, write_prompts
+from benchmarks.peer.work import SCENARIOS, write_prompts
 from realign.engines.training.stepper import Stepper
 from realign.interfaces.critic import PPOCriticInterface
 from realign.interfaces.policy import PolicyInterface
@@ -32,16 +30,3 @@ def test_our_side_makes_steps_of_the_given_lengths(name, tmp_path, monkeypatch):
         texts = scenario.prompt_texts(2)[(number - 1) * scenario.prompts : number * scenario.prompts]
         assert step["prompt_tokens"] == [len(text) for text in texts]
         assert 0 < step["model_work"] < step["wall"]
-
-
-def test_the_sampler_side_makes_responses_of_the_given_lengths(tmp_path, monkeypatch):
-    monkeypatch.setattr(Rollout, "_draw", Rollout._draw)
-    scenario = SCENARIOS["tiny"]
-    scenario.save_models(tmp_path)
-    side = side_sampler.Side(scenario, tmp_path, 2, {})
-    prompt = torch.tensor(scenario.prompt_ids(1)[:1])
-    want = Qwen2ForCausalLM.from_pretrained(tmp_path / "model").generate(
-        prompt, max_new_tokens=GREEDY, min_new_tokens=GREEDY, do_sample=False
-    )
-    assert side.greedy == want[0, prompt.shape[1] :].tolist()
-    assert side.step(2)["lengths"] == scenario.lengths(2)

@@ -11,10 +11,6 @@ from realign.errors import ConfigError
 from realign.models.parts import divide_layers
 
 
-def test_the_former_name_of_a_dimension_sets_it() -> None:
-    assert Sharding(tensor_parallel=2) == Sharding(tensor=2)
-
-
 def test_the_ranks_that_no_other_dimension_needs_shard_the_weights() -> None:
     assert Sharding().sizes("actor", 6) == {"pipeline": 1, "replicate": 1, "shard": 6, "context": 1, "tensor": 1}
     all_five = {"pipeline": 2, "replicate": 2, "shard": 2, "context": 2, "tensor": 3}
@@ -40,11 +36,3 @@ def test_the_largest_stage_is_as_small_as_in_the_best_of_all_divisions(sizes: li
         ends = [0, *cuts, len(sizes)]
         largest.append(max(sum(sizes[start:end]) for start, end in pairwise(ends)))
     assert max(sum(sizes[layer] for layer in own) for own in divided) == min(largest)
-
-
-def test_a_mesh_is_described_with_the_ranks_that_divide_experts() -> None:
-    assert Sharding(replicate=2).describe("actor", 8) == "8 ranks = replicate 2 x shard 4"
-    sharding = Sharding(tensor=2, expert=4)
-    assert sharding.describe("actor", 16) == "16 ranks = shard 8 x tensor 2; experts are divided over 8 of them"
-    with pytest.raises(ConfigError, match=r"expert=3: must divide the number of ranks with different prompts .* \(4\)"):
-        Sharding(expert=3).describe("actor", 4)

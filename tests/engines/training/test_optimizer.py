@@ -19,7 +19,6 @@ from realign.engines import (
     TorchOptimizer,
     learning_rate,
 )
-from realign.engines.distributed.sharded_engine import ShardedStepper
 from realign.engines.training.optimizer import usual_rate
 from realign.engines.training.stepper import Stepper
 from realign.engines.training.torch_optimizer import ELEMENTWISE, MixedOptimizer
@@ -313,11 +312,6 @@ def test_an_optimizer_that_cannot_be_used_is_refused_by_name(fields, message):
         TorchOptimizer(**fields)
 
 
-def test_an_optimizer_of_whole_weights_is_refused_with_shards():
-    with pytest.raises(ConfigError, match=r"models\.actor\.optimizer=torch\.optim\.Muon: it updates whole weights"):
-        ShardedStepper("actor", spec("Muon"), None, None)
-
-
 def test_an_8_bit_optimizer_without_bitsandbytes_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(SettingsError, match=r"not installed. Run pip install 'realign-rl\[quantization\]'"):
@@ -389,8 +383,3 @@ def test_a_config_with_a_wrong_optimizer_names_the_key(tmp_path, monkeypatch, wo
 )
 def test_the_usual_rate_follows_from_the_size(weights, adapters, critic, expected):
     assert usual_rate(weights, adapters=adapters, critic=critic) == pytest.approx(expected)
-
-
-def test_an_engine_gets_a_number_as_its_rate():
-    with pytest.raises(ValueError, match="lr=null"):
-        tiny_engine(optimizer=OptimizerSpec())

@@ -63,13 +63,6 @@ def test_other_weights_are_refused_and_nothing_has_changed(change, message):
     assert all(engine.weights()[name].equal(x) for name, x in before.items())
 
 
-@pytest.mark.parametrize("mix", [0.0, -0.1, 1.5, float("nan")])
-def test_a_mix_outside_of_0_to_1_is_refused(mix):
-    engine = tiny_engine("llama")
-    with pytest.raises(ValueError, match=r"mix=.* must be above 0 and at most 1"):
-        engine.load_weights(engine.weights(), mix)
-
-
 def test_who_shares_a_model_gives_its_weights_and_takes_none(tmp_path):
     actor = TransformersModel(
         str(save_tiny(tmp_path / "m", "llama")), device="cpu", optimizer=OptimizerSpec(lr=1e-3), trains=Lora(rank=2)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import math
 from dataclasses import replace
 
 from tests.environments.environment_fixtures import Tool
@@ -36,10 +34,3 @@ def test_an_episode_that_does_not_end_is_truncated():
     script = [("7", 0.25, False, False, {})] * 3
     out = chat({"script": script}, max_turns=2)
     assert (out["rewards"].tolist(), out["turns"].tolist(), out["truncated"].tolist()) == ([0.5], [2], [True])
-
-
-def test_token_ids_as_an_observation_fail_the_episode(caplog):
-    with caplog.at_level(logging.WARNING):
-        out = chat({"script": [([5, 6], 0.0, False, False, {})]})
-    assert math.isnan(out["rewards"].item())
-    assert "token ids, which a chat cannot send" in caplog.text

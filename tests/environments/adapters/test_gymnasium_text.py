@@ -25,13 +25,6 @@ def test_texts_are_actions_and_observations_are_text():
     assert talk(GymnasiumText(**LAKE, actions={"go": 2}), "go")[1] == ("1\n", 0.0, False, False)
 
 
-def test_a_screen_is_text_with_brackets_around_what_the_terminal_shows_in_color():
-    assert talk(GymnasiumText(**LAKE, actions=MOVES, screen=True), "right") == [
-        "\n[S]F\nHG\n\n",
-        ("  (Right)\nS[F]\nHG\n\n", 0.0, False, False),
-    ]
-
-
 def test_a_text_that_is_no_action_ends_the_episode_or_gets_an_answer():
     assert talk(GymnasiumText(**LAKE, actions=MOVES), "jump")[1] == ("", 0.0, True, False)
     polite = GymnasiumText(**LAKE, actions=MOVES, invalid="left, down, right or up?\n")
@@ -46,11 +39,6 @@ def test_equal_seeds_start_and_continue_equally():
     walks = [talk(GymnasiumText(**slippery), *["down"] * 4, seed=seed) for seed in (5, 5, 6, 7, 8)]
     assert walks[0] == walks[1]
     assert len({str(walk) for walk in walks}) > 1
-
-
-@pytest.mark.parametrize("seed", [0, 2**63 - 1])
-def test_any_seed_of_a_run_is_a_seed_of_gymnasium(seed):
-    assert talk(GymnasiumText(**LAKE), seed=seed) == ["0\n"]
 
 
 def test_an_environment_that_cannot_be_text_is_an_error_before_the_run():

@@ -11,7 +11,6 @@ import pytest
 
 from realign.environments.adapters import verifiers_agent
 from realign.environments.adapters.verifiers_agent import episode
-from realign.errors import ConfigError
 from tests.endpoint.chat_families import FAMILIES, SAID, family_renderer
 from tests.endpoint.scripted import scripted
 
@@ -78,18 +77,6 @@ def test_a_late_episode_is_canceled_in_the_process(run, tmp_path):
 
     assert asyncio.run(late()) == 1.0
     assert (tmp_path / "log").read_text() == "canceled http://late/v1\n"
-
-
-def test_the_end_of_the_process_fails_its_episodes(run):
-    async def both():
-        return await asyncio.gather(run("late"), run("end"), return_exceptions=True)
-
-    assert [str(error) for error in asyncio.run(both())] == ["the worker of verifiers ended with exit code 3"] * 2
-
-
-def test_an_interpreter_that_does_not_exist_is_a_configuration_error():
-    with pytest.raises(ConfigError, match=r"python=no-such-python: cannot start this interpreter"):
-        asyncio.run(episode("", "", {"idx": 0}, python="no-such-python", config={}))
 
 
 @pytest.mark.slow

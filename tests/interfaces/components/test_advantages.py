@@ -65,13 +65,6 @@ def test_each_part_of_a_reward_counts():
 CU = torch.tensor([0, 2, 5], dtype=torch.int32)
 
 
-def test_a_tensor_is_taken_for_what_its_length_says():
-    per_sequence, per_token = Estimate.of(torch.ones(2), CU, "Own"), Estimate.of(torch.ones(5), CU, "Own")
-    assert per_sequence.advantages_S is not None
-    assert per_token.advantages_T is not None
-    assert Estimate.of(per_token, CU, "Own") is per_token
-
-
 def test_a_tensor_of_another_or_an_ambiguous_length_raises():
     with pytest.raises(ValueError, match=r"Own\.estimate returned shape \[3\]\. .*shape \[2\], .* shape \[5\]"):
         Estimate.of(torch.ones(3), CU, "Own")
@@ -98,14 +91,6 @@ def test_advantages_of_responses_are_normalized_before_they_are_broadcast(norm):
     found_T = normalize_advantages(Estimate(advantages_S=data["rewards"]), data, valid_S, norm, identity)
     want_S = norm(data["rewards"], torch.tensor([0, 0, 1]), valid_S, identity).tolist()
     assert found_T.tolist() == pytest.approx([0, want_S[0], 0, want_S[1], want_S[1], want_S[1], 0, 0])
-
-
-def test_advantages_of_tokens_are_normalized_over_tokens():
-    data = two_groups()
-    x_T = torch.arange(8.0)
-    found_T = normalize_advantages(Estimate(advantages_T=x_T), data, torch.ones(3, dtype=torch.bool), GROUP, identity)
-    want_T = GROUP(x_T, torch.tensor([0, 0, 0, 0, 0, 0, 1, 1]), data["loss_mask"], identity)
-    assert torch.equal(found_T, want_T)
 
 
 def test_responses_of_small_groups_are_not_kept():
@@ -164,19 +149,6 @@ def test_without_a_critic_all_values_are_0():
     assert torch.equal(credit.advantages_T[mask_T], want.advantages_T[mask_T])
 
 
-@pytest.mark.parametrize(("n", "lam"), [(1, 0.0), (10_000, 1.0)])
-def test_n_step_returns_are_gae_at_both_ends(n, lam):
-    data = random_batch(1)
-    options = {"reward_norm": GROUP, "whiten_rewards": True, "bootstrap": True}
-    credit, want = (
-        x.estimate(rewards_of(data), data, identity) for x in (NStep(0.9, n, **options), GAE(0.9, lam, **options))
-    )
-    known_T = data["loss_mask"] & want.advantages_T.isfinite()  # the last response has no reward
-    assert known_T.any()
-    torch.testing.assert_close(credit.advantages_T[known_T], want.advantages_T[known_T], rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(credit.returns_T[known_T], want.returns_T[known_T], rtol=1e-5, atol=1e-6)
-
-
 def test_metrics_are_over_trained_tokens():
     data = two_groups().with_tokens(advantages=torch.tensor([99.0, 1, -99, 2, 3, -4, 99, 5]))
     assert stat_values(advantage_stats(data)) == {
@@ -184,12 +156,6 @@ def test_metrics_are_over_trained_tokens():
         "advantage_max": 5,
         "advantage_min": -4,
     }
-
-
-def test_the_fraction_of_groups_with_equal_rewards_is_reported():
-    data = two_groups()
-    assert stat_values(GroupRelative().stats(data)) == {"zero_std_fraction": 0.5}
-    assert GAE().stats(data) == {}
 
 
 def test_without_a_penalty_the_reward_of_a_response_is_its_score_at_the_last_trained_token():
@@ -260,19 +226,6 @@ def test_gdpo_is_the_weighted_sum_of_rewards_each_normalized_in_its_group(kl_coe
     assert found_S.advantages_S[7] == 0  # alone in its group
 
 
-def test_gdpo_tells_apart_what_the_normalized_sum_of_grpo_does_not():
-    def advantages_of(b: list[float]) -> tuple[list[float], list[float]]:
-        data = three_groups(a=[0.0, 1, 0, 1, 0, 0, 0, 0], b=[*b, 0, 0, 0, 0])
-        grpo_S = GROUP(data["rewards"], data.group_index(), torch.ones(8, dtype=torch.bool), identity)
-        gdpo = Gdpo(weights={"a": 1.0, "b": 1.0}).estimate(Rewards.of(data), data, identity)
-        return grpo_S[:4].tolist(), gdpo.advantages_S[:4].tolist()
-
-    one, two = advantages_of([0, 0, 0, 0]), advantages_of([0.0, 1, 0, 1])  # the best responses have one or both rewards
-    assert one[0] == pytest.approx([-1, 1, -1, 1], rel=1e-6)
-    assert two[0] == pytest.approx(one[0], rel=1e-6)
-    assert (one[1], two[1]) == (pytest.approx([-1, 1, -1, 1], rel=1e-6), pytest.approx([-2, 2, -2, 2], rel=1e-6))
-
-
 def test_gdpo_reads_the_rewards_that_its_weights_name_and_needs_one():
     assert Gdpo(weights={"a": 1.0}).needs() == {"rewards/a": "advantage.weights.a"}
     with pytest.raises(SettingsError, match=r"weights=\{\}: has no reward"):
@@ -335,13 +288,3 @@ def test_turn_returns_are_those_of_plain_sums_and_are_compared_turn_by_turn_or_a
         want = (returns[prompt, episode, k] - mean) / std if std > 1e-9 else 0.0
         assert found == pytest.approx(want, abs=1e-5)
     assert torch.equal(found_T[data["loss_mask"]][::2], found_T[data["loss_mask"]][1::2])  # both tokens of a turn
-
-
-def test_one_turn_without_a_discount_is_the_reward_of_the_response():
-    data = episodes([[[1.0], [0.0], [3.0]], [[2.0], [2.0]]])
-    valid_S = torch.ones(5, dtype=torch.bool)
-    turns, whole = (
-        normalize_advantages(x.estimate(Rewards.of(data), data, identity), data, valid_S, GROUP, identity)
-        for x in (TurnReturns(), GroupRelative())
-    )
-    torch.testing.assert_close(turns, whole)

@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from realign.api import SequenceSample, stat_values
-from realign.errors import SettingsError
 from realign.functional import ImportanceLevel
 from realign.interfaces.components import ImportanceCorrection, RatioRange, staleness_stats
 from realign.testing import random_batch
@@ -66,17 +65,3 @@ def test_metrics_of_a_correction_by_hand():
 
 def test_a_correction_needs_recomputed_log_probs():
     assert ImportanceCorrection().needs() == {"prox_logprobs": "correction"}
-
-
-@pytest.mark.parametrize(
-    ("build", "text"),
-    [
-        (lambda: ImportanceCorrection(keep_in_divisor=True), "keep_in_divisor=true: has no effect without rejection"),
-        (lambda: ImportanceCorrection(rejection=RatioRange("sequence")), "rejection: has no effect without a bound"),
-        (lambda: RatioRange(floor=3.0, cap=2.0), "floor=3: must be at most cap=2"),
-        (lambda: RatioRange("response"), r"level='response': unknown choice \(valid: token, sequence, geometric\)"),
-    ],
-)
-def test_wrong_settings_raise(build, text):
-    with pytest.raises(SettingsError, match=text):
-        build()

@@ -48,14 +48,6 @@ def test_the_metric_is_the_coefficient_that_applied_and_the_entropy_that_of_all_
     assert control.entropy == pytest.approx(1.2)
 
 
-def test_without_a_target_the_coefficient_is_constant_and_has_no_state():
-    control = EntropyBonus(0.1).control()
-    assert control.update(measured(0.0), identity) == {}
-    assert (control.coef, control.state_dict()) == (0.1, {})
-    control.load_state_dict({"value": 0.5, "entropy": 0.0})
-    assert control.coef == 0.1
-
-
 def test_a_checkpoint_continues_the_coefficient():
     actor = GRPOActorInterface(entropy=EntropyBonus(target=1.0))
     actor.entropy_control.update(measured(0.1), identity)

@@ -5,7 +5,6 @@ import itertools
 import pytest
 import torch
 
-from realign.errors import SettingsError
 from realign.functional import Scope, identity, normalize
 from realign.interfaces.components import Normalization
 
@@ -31,21 +30,3 @@ def test_statistics_of_the_batch_go_through_reduce():
 
     Normalization("batch", "none")(torch.ones(3), torch.zeros(3).long(), torch.ones(3, dtype=torch.bool), reduce)
     assert calls
-
-
-def test_scopes_may_be_given_by_name():
-    norm = Normalization(mean="group", std="none")
-    assert (norm.mean, norm.std) == (Scope.group, Scope.none)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"mean": "gruop"}, r"mean='gruop': unknown choice \(valid: none, batch, group\)"),
-        ({"mean": None}, "mean must not be null"),
-        ({"mean": "none", "leave_one_out": True}, "leave_one_out=true: has no effect with mean=none"),
-    ],
-)
-def test_wrong_settings_raise(settings, message):
-    with pytest.raises(SettingsError, match=message):
-        Normalization(**settings)

@@ -17,7 +17,6 @@ from realign.errors import GraphError
 from realign.interfaces.components import (
     GAE,
     AdvantageEstimator,
-    EarlyStop,
     EntropyBonus,
     ImportanceCorrection,
     KLPenalty,
@@ -113,24 +112,6 @@ def test_with_an_own_component_kl_in_the_loss_and_entropy_move_the_weights(actor
 
 
 @ACTORS
-@COMPONENTS
-def test_with_an_own_component_early_stopping_stops_and_metrics_are_reported(actor, settings):
-    stopped = train_once(actor(**settings, epochs=3, early_stop=EarlyStop(kl=1e-6)), batch(), MicroBatchSpec()).metrics
-    free = train_once(actor(**settings, epochs=3), batch(), MicroBatchSpec()).metrics
-    assert (stopped["early_stopped"], free["optimizer_steps"]) == (1, 3)
-    assert stopped["optimizer_steps"] < 3
-    assert free["first_logprob_diff_max"] > 0
-    assert {"policy_loss", "clip_fraction", "ratio_mean", "approx_kl", "entropy", "advantage_mean"} <= free.keys()
-
-
-@ACTORS
-@COMPONENTS
-def test_an_own_component_passes_the_conformance_kit(actor, settings):
-    check_train_step(actor(**settings), KEYS)
-    check_train_step(actor(**settings, kl=KLPenalty("loss"), correction=ImportanceCorrection()), KEYS)
-
-
-@ACTORS
 def test_with_an_own_advantage_kl_in_the_reward_and_dense_rewards_move_the_weights(actor, ranks):
     def make(**more):
         unscaled = Normalization("none", "none")
@@ -201,43 +182,11 @@ def test_prepare_sees_each_minibatch_once_and_its_keys_reach_the_micro_batches(m
         assert set(ids) == set(policy)
 
 
-@ACTORS
-def test_statistics_of_prepare_do_not_depend_on_micro_batches(actor):
-    check_train_step(actor(objective=Centered(), adv_norm=Normalization("none", "none")), KEYS)
-
-
-class Short(Objective):
-    def loss(self, tokens):
-        return tokens.logprobs_T.sum()
-
-
-class Long(AdvantageEstimator):
-    def estimate(self, rewards, data, reduce):
-        return torch.zeros(len(rewards.mask_T) + 1)
-
-
-def test_a_loss_of_another_shape_raises_and_names_the_class():
-    with pytest.raises(ValueError, match=r"Short\.loss returned shape \[\]"):
-        train_once(PPOActorInterface(objective=Short()), batch(), MicroBatchSpec())
-
-
-def test_an_advantage_of_another_shape_raises_and_names_the_class():
-    with pytest.raises(ValueError, match=r"Long\.estimate returned shape .* one advantage per response"):
-        train_once(PPOActorInterface(advantage=Long()), batch(), MicroBatchSpec())
-
-
 class ReadsReference(Objective):
     reads = frozenset({"ref_logprobs"})
 
     def loss(self, tokens):
         return (tokens.logprobs_T - tokens.data["ref_logprobs"]) * tokens.advantages_T
-
-
-class ReadsTeacher(GAE):
-    reads = frozenset({"teacher_logprobs"})
-
-    def needs(self):
-        return AdvantageEstimator.needs(self)
 
 
 def calls(interface) -> dict[str, tuple[str, ...]]:
@@ -253,13 +202,6 @@ def test_what_an_objective_reads_is_computed_by_the_graph_and_given_to_training(
         "objective=ReadsReference"
     )
     check_train_step(PPOActorInterface(objective=ReadsReference()), called["actor_train"])
-
-
-def test_what_an_advantage_reads_is_given_to_the_call_that_estimates_it():
-    assert "teacher_logprobs" in calls(PPOActorInterface(advantage=ReadsTeacher()))["actor_train"]
-    own = calls(PPOActorInterface(advantage=ReadsTeacher(), critic="own"))
-    assert "teacher_inf" in own
-    assert "teacher_logprobs" in own["actor_credit"]
 
 
 class ReadsNamed(GAE):

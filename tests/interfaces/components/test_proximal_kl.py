@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from realign.api import MicroBatchSpec, Model, SequenceSample, stat_values
-from realign.errors import RunError
-from realign.interfaces.components import Normalization, ProximalKL, ProximalKLControl
+from realign.interfaces.components import Normalization, ProximalKL
 from realign.interfaces.ppo import PPOActorInterface
 from realign.testing import BigramEngine, random_batch
 
@@ -93,19 +92,3 @@ def test_a_resumed_run_continues_with_the_same_coefficient_and_weights():
     train(resumed, again, range(3, 5))
     assert resumed.objective_control.coef == whole.objective_control.coef == 0.3 * 2**4
     assert torch.equal(again.logits_VV, engine.logits_VV)
-
-
-def test_without_a_target_there_is_no_state_and_no_additional_metric():
-    engine = BigramEngine()
-    interface = PPOActorInterface(objective=ProximalKL())
-    assert interface.state_dict().keys() == {"kl_controller", "reward"}
-    stats = interface.train_step(Model("actor", engine), sampled_now(engine), MicroBatchSpec())
-    assert not {"proximal_kl", "proximal_kl_coef"} & stats.keys()
-
-
-def test_a_kl_that_is_not_finite_raises():
-    engine = BigramEngine()
-    data = sampled_now(engine)
-    data = data.with_tokens(logprobs=torch.full_like(data["logprobs"], math.nan))
-    with pytest.raises(RunError, match=r"KL to the policy before the update is nan per token.*objective\.target=null"):
-        ProximalKLControl(0.5, 0.01).update(Model("actor", engine), data, MicroBatchSpec(), 1.0)

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from realign.api import SequenceSample
-from realign.errors import ConfigError
-from realign.interfaces.components.response_cut import ResponseCut, cut_responses, reward_keys
+from realign.interfaces.components.response_cut import ResponseCut, cut_responses
 from tests.data.chat_templates import KINDS, chat_tokenizer
 from tests.tiny import tiny_tokenizer
 
@@ -66,37 +65,3 @@ def test_packed_ragged_groups_keep_their_prompts_and_places():
     assert cut.rewards(torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])).tolist() == [1.0, -1.0, -1.0, 4.0, -1.0]
     dense_T = cut.dense_rewards(torch.arange(1.0, 14.0), data)
     assert dense_T.tolist() == [0, 2, 3, 0, 0, 0, 0, 0, 0, 9, 10, 0, 0, 0, 0]
-
-
-def test_tokens_after_the_mark_go_also_where_they_were_given_to_the_model():
-    data = batch([([1], [5, 13, 7, 8])])
-    data = data.with_tokens(prompt_mask=torch.tensor([True, False, False, True, False]))
-    assert remaining(ResponseCut([END]), data) == [[1, 5, 13]]
-
-
-def test_marks_may_be_given_as_text_of_one_token_each():
-    tokenizer = tiny_tokenizer()
-    assert ResponseCut([5], [".", "\n"]).ids(tokenizer) == [5, *tokenizer.encode(".\n")]
-    with pytest.raises(ConfigError, match=r"cut\.texts=.*: 'ab' must be one token"):
-        ResponseCut(texts=["ab"]).ids(tokenizer)
-
-
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        ({}, "both empty"),
-        ({"token_ids": [-1]}, r"token_ids\[0\]=-1: must be at least 0"),
-        ({"token_ids": [5, -1]}, r"token_ids\[1\]=-1: must be at least 0"),
-        ({"texts": [""]}, r"texts=\[''\]: texts must not be empty"),
-        ({"token_ids": [1], "after": -1}, r"after=-1: must be at least 0"),
-        ({"token_ids": [1], "penalty": float("nan")}, r"penalty=nan: must be finite, or null"),
-    ],
-)
-def test_settings_out_of_range_are_refused(setting, message):
-    with pytest.raises(ValueError, match=message):
-        ResponseCut(**setting)
-
-
-def test_dense_rewards_are_written_with_dense_alone():
-    assert reward_keys(dense=False) == {"rewards"}
-    assert reward_keys(dense=True) == {"rewards", "dense_rewards"}

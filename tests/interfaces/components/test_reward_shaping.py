@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from realign.api import SequenceSample
-from realign.errors import SettingsError
 from realign.functional import identity
 from realign.interfaces.components import RewardScale, RewardShaping
 
@@ -53,16 +52,6 @@ def test_missing_scores_stay_missing_and_are_in_no_moment():
     assert shaping.moments.std == pytest.approx(math.sqrt(2))
 
 
-def test_state_is_restored_and_empty_where_no_moments_are_used():
-    shaping, other = Scores(scale=RewardScale.running), Scores(scale=RewardScale.running)
-    shaping([1.0, 5.0, 7.0])
-    other.shaping.restore(other.moments, shaping.shaping.state_of(shaping.moments))
-    assert other([3.0]) == shaping([3.0])
-    plain = Scores()
-    assert plain.shaping.state_of(plain.moments) == {}
-    plain.shaping.restore(plain.moments, {})
-
-
 def test_the_baseline_of_a_response_is_the_shaped_score_of_its_prompt():
     data = SequenceSample.from_sequences(["a", "b"], {"input_ids": [[[1], [2]], [[3]]]})
     shaping = Scores(gain=10.0, baseline="greedy")
@@ -71,25 +60,3 @@ def test_the_baseline_of_a_response_is_the_shaped_score_of_its_prompt():
     whole = data.merge(greedy.select(["baseline_rewards"]))
     assert shaping.shaping.baselines(shaping.moments, whole).tolist() == [20.0, 20.0, 50.0]
     assert shaping.shaping.baselines(shaping.moments, data) == 0.0
-
-
-def test_two_baseline_rewards_for_a_prompt_raise():
-    data = SequenceSample.from_sequences(["a"], {"greedy": [[[1], [2]]]})
-    data = data.with_data({"baseline_rewards": torch.tensor([2.0, 5.0])}, like="greedy")
-    shaping = RewardShaping(baseline="greedy")
-    with pytest.raises(ValueError, match="baseline_rewards has 2 rewards for 1 prompts"):
-        shaping.baselines(shaping.moments(), data)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"center": True}, "center=true: has no effect with scale=none"),
-        ({"gain": 0}, "gain=0: all rewards would be equal"),
-        ({"bias": NAN}, "bias=nan"),
-        ({"scale": "ewm"}, r"scale='ewm': unknown choice \(valid: none, running, ref\)"),
-    ],
-)
-def test_wrong_settings_raise(settings, message):
-    with pytest.raises(SettingsError, match=message):
-        RewardShaping(**settings)

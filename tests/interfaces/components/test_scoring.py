@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from realign.api import Max, MicroBatchSpec, Model, stat_values
-from realign.interfaces.components import first_logprob_diff, old_logprobs, score_logprobs
+from realign.interfaces.components import first_logprob_diff, score_logprobs
 from realign.testing import BigramEngine, random_batch
 
 
@@ -16,12 +16,6 @@ def test_log_probs_are_those_of_the_masked_tokens_at_the_temperature(spec):
     want_T = engine.output(data).logprobs(temperature=0.7, where_T=data["loss_mask"])
     assert torch.equal(scored["logprobs"], want_T)
     assert not scored["logprobs"][~data["loss_mask"]].any()
-
-
-def test_ratios_are_taken_against_recomputed_log_probs_where_there_are_any():
-    data = random_batch(1)
-    assert torch.equal(old_logprobs(data), data["prox_logprobs"])
-    assert torch.equal(old_logprobs(data.select(["input_ids", "logprobs"])), data["logprobs"])
 
 
 def test_the_first_difference_is_the_one_that_the_loss_reports_or_else_is_computed():

@@ -36,13 +36,6 @@ def test_masked_responses_leave_the_loss():
     assert torch.equal(Truncation(mask=True).keep_in_loss(valid_S, None), valid_S)
 
 
-def test_truncated_is_needed_where_it_is_read():
-    for policy in (Truncation(mask=True), Truncation("zero"), Truncation("set", penalty=-1.0)):
-        assert policy.needs() == {"truncated": "truncation"}
-    for policy in (Truncation(), Truncation(overlong_buffer=4)):
-        assert policy.needs() == {}
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -79,11 +72,3 @@ def test_the_penalty_of_dapo_equation_13():
     assert overlong_penalty(lengths_S, 10, 1, 1.0).tolist() == [0, 0, 0, 0, 0, 0, -1, -1]
     assert not overlong_penalty(lengths_S, 10, 4, 0.0).any()
     assert overlong_penalty(lengths_S, 10, 4, 1.0).dtype == torch.float32
-
-
-def test_bad_settings_of_the_penalty_are_named():
-    for buffer in (0, 11):
-        with pytest.raises(ValueError, match=f"buffer must be from 1 to max_tokens=10, found {buffer}"):
-            overlong_penalty(torch.ones(1), 10, buffer, 1.0)
-    with pytest.raises(ValueError, match=r"penalty .* found -1\.0"):
-        overlong_penalty(torch.ones(1), 10, 4, -1.0)

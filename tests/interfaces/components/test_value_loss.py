@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from realign.api import Model, SequenceSample, stat_values
-from realign.errors import SettingsError
-from realign.interfaces.components import ValueObjective, select_trained, value_stats
+from realign.interfaces.components import ValueObjective, value_stats
 from realign.interfaces.components.value_loss import ValueLoss, value_loss
 from realign.testing import BigramEngine, random_batch
 
@@ -33,14 +32,6 @@ def test_metrics_by_hand():
     assert "explained_variance" not in value_stats(flat, Model("critic", BigramEngine()))
 
 
-def test_sequences_without_a_trained_token_cost_no_pass():
-    data = random_batch(0).select(KEYS)
-    kept = select_trained(data)
-    assert [bool(m.any()) for m in kept.sequences("loss_mask")] == [True] * kept.lengths["input_ids"].counts.sum()
-    nothing = data.with_tokens(loss_mask=torch.zeros_like(data["loss_mask"]))
-    assert select_trained(nothing) is nothing
-
-
 @pytest.mark.parametrize(
     "objective",
     [ValueObjective(), ValueObjective(None), ValueObjective(kind="huber", huber_delta=0.5, coef=3.0)],
@@ -61,19 +52,6 @@ def test_the_loss_and_its_metrics_are_those_of_the_formula_without_the_coefficie
             "value_error": float((values_T - data["returns"])[mask_T].square().mean()),
         }
     )
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"kind": "l1"}, r"kind='l1': unknown choice \(valid: mse, huber\)"),
-        ({"huber_delta": 3.0}, "huber_delta=3: has no effect with kind=mse"),
-        ({"kind": "huber", "huber_delta": 0.0}, r"huber_delta=0\.0: must be above 0"),
-    ],
-)
-def test_wrong_settings_raise(settings, message):
-    with pytest.raises(SettingsError, match=message):
-        ValueObjective(**settings)
 
 
 # Columns: value, old value, return, loss, d loss / d value, clipped (clip 0.2).

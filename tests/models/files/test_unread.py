@@ -7,7 +7,6 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from realign.errors import DataError
 from realign.models.files.unread import Unread, has_unread, read_now, weights_in
 from tests.tiny import tiny_model
 
@@ -47,10 +46,3 @@ def test_unread_weights_have_no_memory_and_become_fp32_on_their_device(tmp_path)
     assert not has_unread(copied)
     for name, p in copied.named_parameters():
         torch.testing.assert_close(p, whole.get_parameter(name).bfloat16().float(), rtol=0, atol=0)
-
-
-def test_a_folder_that_loses_its_files_is_a_data_error(tmp_path):
-    module, _ = unread(tmp_path, "llama")
-    (tmp_path / "model.safetensors").write_bytes(b"nothing")
-    with pytest.raises(DataError, match="cannot be read"):
-        read_now(module)

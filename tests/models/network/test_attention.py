@@ -129,11 +129,6 @@ def test_packed_context_against_float64(what, value_size):
     torch.testing.assert_close(got.double(), reference(q, k, v, LENGTHS, ARGS[what]), atol=1e-5, rtol=1e-5)
 
 
-def test_packed_context_of_no_tokens():
-    q, k, v = qkv(lengths=(0, 0))
-    assert PackedContext(cu_seqlens_of([0, 0])).attend(0, nn.Module(), q, k, v, ARGS["plain"]).shape == (1, 0, 4, 8)
-
-
 def stand_in(version):
     """Return `varlen_attn` with the signature of a torch version, computed on the CPU."""
 
@@ -261,22 +256,6 @@ def test_auto_takes_the_fastest_kernel_that_is_installed_and_able(monkeypatch, i
     assert kernels.choose_backend(Backend.auto, TensorOn(), TensorOn(), args) is expected
 
 
-@pytest.mark.parametrize(
-    ("backend", "device", "installed", "name"),
-    [
-        (Backend.auto, "cuda", ("flash_attn",), "flash-attn 2"),
-        (Backend.auto, "cuda", ("flash_attn_interface",), "flash-attn 3"),
-        (Backend.auto, "cuda", (), "varlen of torch"),
-        (Backend.auto, "cpu", ("flash_attn",), "sdpa"),
-        (Backend.sdpa, "cuda", ("flash_attn",), "sdpa"),
-        (Backend.hub, "cuda", (), "kernels-community/flash-attn2"),
-    ],
-)
-def test_the_preferred_kernel_has_a_name(monkeypatch, backend, device, installed, name):
-    on_device(monkeypatch, installed)
-    assert kernels.preferred_kernel(backend, torch.device(device), torch.bfloat16) == name
-
-
 BROKEN = {
     "flash-attn 4 alone": (None, "ImportError: cannot import name 'flash_attn_varlen_func' from 'flash_attn'"),
     "another torch": (
@@ -347,12 +326,6 @@ def test_an_error_of_a_kernel_is_not_taken_for_a_property_of_the_family(monkeypa
     monkeypatch.setattr(kernels, "flash_attention", fail)
     with pytest.raises(ConfigError, match=r"attention=auto failed, and runs with sdpa: RuntimeError: an illegal ins"):
         tiny_engine("llama", dtype=torch.bfloat16)
-
-
-def test_an_early_varlen_without_windows_is_not_chosen_for_them(monkeypatch):
-    on_device(monkeypatch)
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", stand_in("first"))
-    assert kernels.choose_backend(Backend.auto, TensorOn(), TensorOn(), ARGS["window"]) is Backend.sdpa
 
 
 def test_model_without_context_is_refused():

@@ -72,27 +72,6 @@ def test_lanes_divide_the_budget(nested, limit, threads, whole_groups):
         assert cut.max_tokens_per_microbatch >= longest.max()
 
 
-def test_results_keep_their_order_and_few_wait():
-    taken, most = [], 0
-    made = threading.Semaphore(0)
-    running = set()
-
-    def work(x):
-        nonlocal most
-        running.add(x)
-        most = max(most, len(running) - len(taken))
-        time.sleep(0.02 if x % 2 == 0 else 0)
-        made.release()
-        return x, threading.current_thread() is threading.main_thread(), torch.get_num_threads()
-
-    for x, in_main, threads in side_by_side(work, range(9), 3):
-        assert not in_main
-        assert threads == 1
-        taken.append(x)
-    assert taken == list(range(9))
-    assert most <= 4
-
-
 @pytest.mark.parametrize("lanes", [1, 2])
 def test_an_exception_reaches_the_caller_and_ends_the_rest(lanes):
     begun = []
@@ -136,20 +115,6 @@ def test_the_same_bits_whichever_pass_is_ready_first():
     for which in data.ids[:3]:
         again.append(trained(data, loss=late(which)))
     assert all(stats == again[0][0] and torch.equal(weights, again[0][1]) for stats, weights in again)
-
-
-def test_dropout_and_off_take_one_pass_after_the_other():
-    for engine in ({"dropout": 0.5}, {"parallel_passes": ParallelPasses.off}):
-        assert trained(masked(), **engine)[0]["n_microbatches"] == 1
-
-
-@pytest.mark.parametrize("kind", ["dynamic", "longrope", "yarn", "default"])
-def test_rotary_positions_that_every_pass_rewrites_take_one_pass_after_the_other(kind):
-    more = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8} if kind == "longrope" else {}
-    scaling = {"rope_type": kind, "factor": 2.0, "original_max_position_embeddings": 64, "rope_theta": 1e4, **more}
-    model = {"rope_parameters": scaling}
-    n = trained(masked(), model=model)[0]["n_microbatches"]
-    assert n == (1 if kind in ("dynamic", "longrope") else 3)
 
 
 def test_branches_that_listen_to_the_trunk_take_one_pass_after_the_other(tmp_path):

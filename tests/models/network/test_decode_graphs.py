@@ -14,7 +14,7 @@ from torch import Tensor
 from realign.api import GenerationConfig
 from realign.models.network.decode_graphs import DecodeGraphs, Work
 from realign.models.network.decoder import PackedDecoder
-from realign.models.network.kv_cache import DecodeContext, KVCache, PagedDecodeContext, PagedKVCache
+from realign.models.network.kv_cache import DecodeContext, KVCache
 from realign.samplers.in_process import decode, rollout_model
 from realign.samplers.in_process.compiled.fused_layers import FusedTrunk
 from realign.samplers.in_process.compiled.library import CompiledDecode
@@ -167,21 +167,3 @@ def test_rows_are_rounded_to_powers_of_two_lengths_to_pages_and_new_memory_is_ca
     for _ in range(2):
         step(3, 4)
     assert capture.replayed == [2, 1, 1]
-
-
-def test_a_row_without_a_text_reads_and_writes_the_page_that_no_text_has():
-    seen: list[Any] = []
-    kv = torch.zeros(1, 3, 2)
-    cache = PagedKVCache({0: (kv, kv)}, 4, 20)
-    graphs = DecodeGraphs(recorded(seen), Captures())
-    for row in range(4):
-        cache.fill(row, row + 1, {0: (kv, kv)})
-    graphs.step(cache, torch.arange(4), torch.full((4,), 3), 3)
-    cache.drop(3)  # its page is free for other texts
-    graphs.step(cache, torch.arange(3), torch.full((3,), 4), 4)
-    context = seen[-1][2]
-    assert isinstance(context, PagedDecodeContext)
-    assert context._cell_B[3] == 0
-    assert context._cell_B[:3].tolist() == [cache._pages[row][0] * PAGE + 4 for row in range(3)]
-    assert all(0 not in pages for pages in cache._pages)
-    assert 0 not in cache._free

@@ -12,7 +12,6 @@ from realign.api import GenerationConfig, MicroBatchSpec, SequenceSample
 from realign.engines.training.transformers_engine import TransformersEngine
 from realign.errors import ConfigError
 from realign.models.network.attention import ATTENTION, use_attention
-from realign.models.network.unpacked import UNPACKED_FAMILIES
 from realign.samplers.in_process.settings import InProcessSampling
 from tests.families import family_model
 from tests.tiny import VOCAB, tiny_tokenizer
@@ -43,10 +42,6 @@ def greedy_tokens(model, prompt):
         use_attention(model, "eager")
     settings = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "forced_eos_token_id": None}
     return model.generate(prompt[None], attention_mask=torch.ones_like(prompt[None]), pad_token_id=0, **settings)[0]
-
-
-def test_the_memory_estimate_knows_the_families_that_run_unpacked():
-    assert {name for name, row in TABLE.items() if row["state"] == "unpacked"} == UNPACKED_FAMILIES
 
 
 @pytest.mark.parametrize("family", families("packed", "unpacked"))

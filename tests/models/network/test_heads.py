@@ -29,18 +29,6 @@ def test_heads_tell_what_a_model_computes(head, word, outputs, is_scalar, replac
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: ValueHead(init="keep"), r"init='keep': unknown choice \(valid: normal, zero\)"),
-        (lambda: Value(init="keep"), r"init='keep': unknown choice \(valid: normal, zero, or null\)"),
-    ],
-)
-def test_a_setting_out_of_range_is_named(make: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=f"^{message}$"):
-        make()
-
-
-@pytest.mark.parametrize(
     ("head", "message"),
     [
         ({"init": "zero"}, "unknown key 'models.x.head.init': it is a setting of Score and Value, not of Causal"),

@@ -10,7 +10,6 @@ from realign.errors import ConfigError, DataError
 from realign.models.network.images import place
 from realign.samplers.in_process.settings import InProcessSampling
 from tests.images import (
-    END,
     IMAGE,
     MERGE,
     image_prompts,
@@ -77,26 +76,6 @@ def test_positions_are_those_of_transformers(seed):
     assert (placed.positions_3L == wanted[:, 0].numpy()).all()
     assert placed.next == len(ids) + int(shift)
     assert placed.features_L[placed.features_L >= 0].tolist() == list(range(sum(h * w for h, w in sizes)))
-
-
-def test_too_few_image_tokens_are_an_error():
-    with pytest.raises(ValueError, match="1 x 2 x 2 merged patches needs 4 consecutive image tokens"):
-        place(np.array([5, IMAGE, IMAGE, IMAGE, 7]), np.array([[1, 4, 4]]), IMAGE, MERGE)
-
-
-def test_image_tokens_right_after_an_image_are_an_error():
-    with pytest.raises(ValueError, match="images of 4 merged patches are followed by another image token"):
-        place(np.array([5, *[IMAGE] * 5, 7]), np.array([[1, 4, 4]]), IMAGE, MERGE)
-
-
-def test_the_patches_of_another_image_processor_are_rejected():
-    data = image_sample([[(2, 2)]], [[3]])
-    other = data.with_data({"pixel_values": data["pixel_values"][:, :12]}, like="pixel_values")
-    with pytest.raises(DataError, match=r"patches have 12 values, but the model needs 48"):
-        scored(tiny_image_engine(), other)
-    ids = data["input_ids"].masked_fill(data["input_ids"] == END, IMAGE)
-    with pytest.raises(DataError, match="'p0': images of 4 merged patches are followed by another image token"):
-        scored(tiny_image_engine(), data.with_tokens(input_ids=ids))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -71,8 +71,3 @@ def test_move_copies_rows_and_fill_serves_a_whole_group():
     cache.move(torch.tensor([4]), torch.tensor([0]), 3)
     assert torch.equal(keys[0, :, :3], kv[3][0][:, :3])
     assert not keys[0, :, 3:].any()
-
-
-def test_a_model_that_ignores_the_context_is_refused():
-    with pytest.raises(ValueError, match="attn_implementation='realign'"):
-        next(PrefillContext(cu_seqlens_of([2])).per_sequence([2]))

@@ -167,29 +167,6 @@ def test_embeddings_of_added_tokens_come_with_the_adapter(tmp_path, words, tied,
     assert_same(logits_of(model), wanted)
 
 
-def drop(folder, end):
-    file = folder / "adapter_model.safetensors"
-    save_file({name: x for name, x in load_file(file).items() if not name.endswith(end)}, file)
-
-
-def test_added_tokens_without_their_head_are_refused_with_both_sizes(tmp_path):
-    base = save_tiny(tmp_path / "base", tie_word_embeddings=False)
-    save_adapter(base, tmp_path / "adapter", LoraConfig(**LORA, task_type="CAUSAL_LM"), words=VOCAB + 1)
-    drop(tmp_path / "adapter", "lm_head.weight")
-    with pytest.raises(DataError, match=rf"embeddings of {VOCAB + 1} tokens, its base model of {VOCAB}, and the adap"):
-        merged(base, tmp_path / "adapter")
-
-
-def test_an_adapter_of_a_larger_model_is_refused_with_both_shapes(tmp_path):
-    base = save_tiny(tmp_path / "base")
-    save_adapter(base, tmp_path / "adapter", LoraConfig(**LORA, task_type="CAUSAL_LM"))
-    other = save_tiny(tmp_path / "other", hidden_size=128)
-    with pytest.raises(
-        DataError, match=r"lora_A\.weight' of shape \[4, 64\], for which the model has the shape \[4, 1"
-    ):
-        merged(other, tmp_path / "adapter")
-
-
 def test_a_weight_that_is_not_finite_is_named(tmp_path):
     base = save_tiny(tmp_path / "base")
     save_adapter(base, tmp_path / "adapter", LoraConfig(**LORA, task_type="CAUSAL_LM"))

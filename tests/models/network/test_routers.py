@@ -245,12 +245,6 @@ def test_models_without_routers_and_unpacked_models_reject_replay(family):
         logprobs(engine, without_experts(out))
 
 
-def test_choices_of_another_model_are_rejected():
-    out = rollout(moe_engine(model={"num_hidden_layers": 2}))
-    with pytest.raises(ValueError, match="4 experts per token, but the routers of this model choose 6"):
-        logprobs(moe_engine(), out)
-
-
 def test_routers_whose_weights_follow_no_known_rule_are_rejected():
     module = tiny_model("qwen3_moe")
     for layer in module.model.layers:

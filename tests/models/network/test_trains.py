@@ -19,30 +19,11 @@ from realign.api import GenerationConfig, MicroBatchSpec, SequenceSample
 from realign.config.construct import build
 from realign.engines import OptimizerSpec, TransformersModel
 from realign.errors import ConfigError
-from realign.models import All, Causal, Lora, TopLayers, Trained, ValueHead
+from realign.models import Causal, Lora, ValueHead
 from tests.encoder_decoders import save_pair
 from tests.tiny import random_sample, save_tiny
 
 MODEL = {"_target_": "realign.engines.TransformersModel", "path": "nowhere", "optimizer": {"lr": 0.1}}
-
-
-@pytest.mark.parametrize(
-    ("choice", "fields", "message"),
-    [
-        (Lora, {"target_modules": []}, r"target_modules=\[\]: must be all-linear or names of layers"),
-    ],
-)
-def test_a_setting_out_of_range_is_named(choice: type[Trained], fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=f"^{message}$"):
-        choice(**fields)
-
-
-@pytest.mark.parametrize(
-    ("choice", "word", "keeps_start", "only_adds"),
-    [(All(), "all", False, False), (TopLayers(2), "top_layers", True, False), (Lora(), "lora", True, True)],
-)
-def test_choices_tell_which_weights_stay_as_they_were_loaded(choice, word, keeps_start, only_adds) -> None:
-    assert (str(choice), choice.keeps_start, choice.only_adds) == (word, keeps_start, only_adds)
 
 
 @pytest.mark.parametrize(

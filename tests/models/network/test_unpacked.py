@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import logging
-
 import pytest
 import torch
 
@@ -58,21 +56,6 @@ def test_a_family_whose_cache_is_not_exact_recomputes_each_text():
     assert not engine_of("rwkv").network.abilities.own_cache.cached
 
 
-def test_the_warning_names_the_family_and_what_it_costs(caplog):
-    with caplog.at_level(logging.WARNING):
-        engine = engine_of("bloom")
-    (message,) = [r.getMessage() for r in caplog.records if "unpacked" in r.getMessage()]
-    assert "models.actor: model family 'bloom' cannot run packed" in message
-    assert "slower" in message
-    assert engine.capabilities().size.endswith("on cpu, unpacked")
-
-
 def test_a_model_that_sees_later_tokens_is_rejected():
     with pytest.raises(ConfigError, match="'bert' is not supported: it is not causal"):
         engine_of("bert")
-
-
-def test_branches_require_a_packed_model():
-    engine = engine_of("bloom")
-    with pytest.raises(ConfigError, match="branch=reference requires a model that can run packed"):
-        engine.reference()

@@ -62,22 +62,6 @@ def test_a_run_that_went_back_keeps_its_own_checkpoints(tmp_path):
     assert names(tmp_path) == ["step_000012"]
 
 
-def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path):
-    write_checkpoint(tmp_path, 1, tree(9))
-    writer = CheckpointWriter(tmp_path, keep=1)
-    writer.write(1, tree(1))
-    writer.close()
-    assert names(tmp_path) == ["step_000001"]
-    assert is_tree(list_checkpoints(tmp_path)[0].read(), 1)
-
-
-def test_nothing_to_keep_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="keep=0: must be at least 1"):
-        CheckpointWriter(tmp_path, keep=0)
-    with pytest.raises(ValueError, match="step=-1: must be at least 0"):
-        write_checkpoint(tmp_path, -1, {})
-
-
 def test_what_training_does_meanwhile_does_not_reach_the_file(tmp_path, monkeypatch):
     going = threading.Event()
     write = folder.write_packed
@@ -147,14 +131,6 @@ def test_a_full_disk_leaves_the_old_checkpoint_and_says_so(tmp_path, monkeypatch
     writer.close()
     assert writer.take_failures() == []
     assert names(tmp_path) == ["step_000003"]
-
-
-def test_the_first_checkpoint_that_fails_says_that_there_is_none(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "fsync", Full(os.fsync, 1))
-    writer = CheckpointWriter(tmp_path, keep=1)
-    writer.write(1, tree(1))
-    writer.close()
-    assert writer.take_failures()[0].endswith("Last good checkpoint: none.")
 
 
 def test_an_old_checkpoint_that_cannot_be_removed_is_no_failed_write(tmp_path, monkeypatch):

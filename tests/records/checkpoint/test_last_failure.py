@@ -40,18 +40,6 @@ def test_a_configuration_error_is_not_recorded(tmp_path):
     assert last_failure(tmp_path).message == "out of memory"
 
 
-def test_a_record_of_an_earlier_version_without_an_attempt_is_counted(tmp_path):
-    OwnFiles(tmp_path).claim(NAME)
-    (tmp_path / NAME).write_text('{"step": 0, "time": "", "exit_code": 75, "message": "disk full", "count": 2}')
-    assert record_end(tmp_path, 75, "disk full", "a1").count == 3
-
-
-def test_another_exit_code_starts_the_count_again(tmp_path):
-    assert record_end(tmp_path, 75, "disk full").count == 1
-    assert record_end(tmp_path, 1, "KeyError").count == 1
-    assert record_end(tmp_path, 75, "disk full").count == 1
-
-
 def test_the_file_contains_step_time_exit_code_message_count_and_attempt(tmp_path):
     checkpointed(tmp_path, 3)
     checkpointed(tmp_path, 5)
@@ -72,11 +60,6 @@ def test_success_removes_the_file_and_a_signal_leaves_it(tmp_path):
     assert record_end(tmp_path, 0) is None
     assert last_failure(tmp_path) is None
     assert record_end(tmp_path, 0) is None
-
-
-def test_a_run_without_a_folder_records_nothing(tmp_path):
-    assert record_end(tmp_path / "run", 2, "unknown key") is None
-    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"step": 3}', '{"step": "x"}', "[" * 100000])

@@ -17,10 +17,6 @@ def test_training_and_evaluation_have_their_colors_and_no_two_metrics_share_one(
     assert many == {"a": TRAINING, "eval/a": HELD_OUT, "b": FURTHER[0], "eval/b": FURTHER[1], "c": FURTHER[2]}
 
 
-def test_short_curves_are_not_smoothed():
-    assert smooth_curve([1.0, 5.0] * 20) is None
-
-
 def test_smoothing_keeps_a_straight_line_and_reduces_noise():
     line = [0.5 * i for i in range(100)]
     averages = smooth_curve(line)
@@ -57,13 +53,6 @@ PANELS = (
 )
 
 
-def test_two_phases_make_one_picture(tmp_path):
-    sft = [{"step": i, "nll": 2.0 / (i + 1)} for i in range(5)]
-    grpo = [{"step": i, "reward": i / 10, "eval/reward": i / 9} for i in range(60)]
-    path = draw_curves({"SFT": sft, "GRPO": grpo}, tmp_path / "deep" / "c.png", title="both", panels=PANELS)
-    assert path.read_bytes()[:4] == b"\x89PNG"
-
-
 def test_points_stand_at_their_steps_and_metrics_that_stay_at_0_are_left_out(tmp_path, monkeypatch):
     drawn: dict[str, tuple[list[float], list[float]]] = {}
     plot = Axes.plot
@@ -86,9 +75,3 @@ def test_points_stand_at_their_steps_and_metrics_that_stay_at_0_are_left_out(tmp
 def test_nothing_to_draw_is_an_error(tmp_path):
     with pytest.raises(ValueError, match="No curves for"):
         draw_curves({"x": [{"step": 1, "unknown": 1.0}]}, tmp_path / "c.png", title="x", panels=PANELS)
-
-
-def test_a_name_that_looks_like_a_formula_is_drawn_as_it_is(tmp_path):
-    history = [{"step": i, "reward": i / 4} for i in range(3)]
-    name = r"$\no{formula$ and {$}"
-    assert draw_curves({name: history, "$x$": history}, tmp_path / "c.png", title=name, panels=PANELS).exists()

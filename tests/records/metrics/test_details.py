@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import threading
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ from realign.engines.training.optimizer import OptimizerSpec
 from realign.errors import RunError
 from realign.interfaces.components import GroupRelative, Normalization, Truncation
 from realign.interfaces.grpo import GRPOActorInterface
-from realign.records.metrics.details import Spans, SystemMonitor, pieces, token_records
+from realign.records.metrics.details import pieces, token_records
 from realign.run_settings import RecordSpec
 from realign.runtime import Async, CheckpointSpec, DynamicSampling, run
 from realign.runtime.run_report import attempts_in
@@ -74,15 +73,6 @@ def test_a_character_of_several_tokens_belongs_to_its_first_token():
     texts = pieces(list(data), of_bytes)
     assert texts == ["a", " ", "é", "", "€", "", "", "b"]
     assert "".join(pieces([0xFF, 0x61], of_bytes)) == "\ufffda"
-
-
-def test_a_space_that_a_tokenizer_drops_at_the_start_of_a_text_is_kept():
-    words = {1: " two", 0: " one"}
-
-    def stripped(ids, skip_special_tokens=True):
-        return "".join(words[i] for i in ids).lstrip()
-
-    assert pieces([0, 1], stripped) == ["one", " two"]
 
 
 EVERY = RecordSpec(every_steps=1, token_prompts=2, token_responses=2)
@@ -207,28 +197,3 @@ def test_asynchronous_calls_are_spans_of_their_threads(tmp_path):
     threads = {one["thread"] for one in lines(out, "spans") if one["name"] == "actor_gen"}
     assert any(name.startswith("rollout") for name in threads)
     assert all(one["start"] <= one["end"] for one in lines(out, "spans"))
-
-
-def test_spans_of_several_threads_are_sorted_by_their_start():
-    spans = Spans()
-
-    def work() -> None:
-        with spans.span("inner", "phase"):
-            pass
-
-    with spans.span("outer", "phase"):
-        thread = threading.Thread(target=work, name="helper")
-        thread.start()
-        thread.join()
-    timed = spans.take()
-    assert [(one["name"], one["thread"]) for one in timed] == [("outer", "MainThread"), ("inner", "helper")]
-    assert spans.take() == []
-
-
-def test_a_sample_of_the_load_has_cpu_and_memory():
-    with SystemMonitor(None) as monitor:
-        load = monitor.sample()
-    assert load["process_cpu"] >= 0
-    assert load["process_memory_gib"] > 0
-    assert load["cpu_cores"] >= 1
-    assert monitor.take() == []

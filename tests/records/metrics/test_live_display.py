@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import math
 
 import hypothesis.strategies as st
 from hypothesis import given
@@ -16,16 +15,6 @@ def test_the_lowest_value_has_the_lowest_block_and_the_highest_value_the_highest
     assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8) == BLOCKS
     assert sparkline([5.0, 5.0], 8) == "▄▄"
     assert sparkline([], 8) == ""
-
-
-def test_neighbors_share_a_character_which_shows_their_mean():
-    assert sparkline([0, 2, 14, 14], 2) == "▁█"
-    assert sparkline([0, 0, 1, 13, 14, 14], 3) == "▁▅█"
-
-
-def test_values_that_are_not_finite_are_ignored():
-    assert sparkline([0.0, math.nan, 7.0], 3) == "▁ █"
-    assert sparkline([math.nan, math.inf], 2) == "  "
 
 
 @given(st.lists(st.floats(), max_size=200), st.integers(1, 60))
@@ -53,14 +42,6 @@ def test_a_terminal_shows_the_first_and_the_latest_value():
     assert "0.25" in last  # first and latest values are in the same row
 
 
-def test_without_a_terminal_an_evaluation_is_shown_when_it_is_made_and_never_again():
-    out = io.StringIO()
-    with LiveDisplay(Console(file=out, width=200), "toy", 100, ("reward", "eval/reward")) as display:
-        display.log(5, {"reward": 1.0, "eval/reward": 0.5})
-        display.log(10, {"reward": 2.0})
-    assert out.getvalue().splitlines() == ["toy step 5/100  reward 1  eval/reward 0.5", "toy step 10/100  reward 2"]
-
-
 def rendered(display: LiveDisplay, width: int = 100) -> str:
     out = io.StringIO()
     Console(file=out, width=width).print(display._render())
@@ -80,13 +61,6 @@ def test_a_terminal_shows_the_folder_the_models_and_what_is_awaited_before_the_f
     assert "running call" not in rendered(display)
 
 
-def test_without_a_terminal_the_header_is_printed_once():
-    out = io.StringIO()
-    with LiveDisplay(Console(file=out, width=200), "toy", 1, ("reward",), header=["runs/toy"]) as display:
-        display.log(1, {"reward": 1.0})
-    assert out.getvalue().splitlines() == ["runs/toy", "toy step 1/1  reward 1"]
-
-
 def test_evaluations_and_metrics_of_callbacks_are_shown_besides_the_headline():
     out, added = io.StringIO(), dict[str, str]()
     shown = tuple("abcdefgh")
@@ -104,13 +78,6 @@ def test_evaluations_and_metrics_of_callbacks_are_shown_besides_the_headline():
     assert out.getvalue() == "toy step 1/2  a 1  b 1  c 1  d 1  e 1  f 1  eval/reward 0.5  mine 2\n"
 
 
-def test_held_out_metrics_do_not_displace_metrics_of_training():
-    out, shown = io.StringIO(), ("a", "eval/a", "b", "eval/b", "c", "d", "e", "f", "g")
-    with LiveDisplay(Console(file=out, width=200), "toy", 1, shown) as display:
-        display.log(1, dict.fromkeys(shown, 1.0))
-    assert out.getvalue() == "toy step 1/1  a 1  eval/a 1  b 1  eval/b 1  c 1  d 1  e 1  f 1\n"
-
-
 def test_a_terminal_shows_curves_the_best_evaluation_and_targets():
     console = Console(file=io.StringIO(), width=120, force_terminal=True)
     with LiveDisplay(console, "toy", 4, ("reward", "eval/reward"), targets={"kl": 6.0}) as display:
@@ -122,13 +89,6 @@ def test_a_terminal_shows_curves_the_best_evaluation_and_targets():
     assert table["reward"] == ["0", "0", "▁▅█▅▁"]  # a single training batch has no best value
     assert table["eval/reward"] == ["0", "0.5", "(step", "2)", "0", "▁▅█▅▁"]
     assert table["kl"] == ["3.5", "3.5", "6", "▄▄▄▄▄"]
-
-
-def test_a_narrow_terminal_has_no_curves():
-    console = Console(file=io.StringIO(), width=70, force_terminal=True)
-    with LiveDisplay(console, "toy", 1, ("reward",)) as display:
-        display.log(0, {"reward": 0.0})
-        assert "curve" not in rendered(display, 70)
 
 
 def test_a_terminal_shows_the_latest_warnings_and_their_number():

@@ -16,7 +16,6 @@ import pytest
 
 from realign.errors import ConfigError
 from realign.records.checkpoint.folder import list_checkpoints
-from realign.records.metrics import records as json_lines
 from realign.records.metrics.records import JsonLinesWriter
 from realign.runtime import CheckpointSpec, run
 from tests.disk import OTHERS
@@ -89,36 +88,6 @@ def test_lines_that_wait_are_written_when_a_checkpoint_asks_for_the_size(tmp_pat
     lines.close()
 
 
-def test_lines_that_never_found_space_are_counted_at_the_end(tmp_path, full, monkeypatch):
-    monkeypatch.setattr(json_lines, "_MOST_WAITING", 2)
-    lines = JsonLinesWriter(tmp_path / "m.jsonl")
-    full[0] = 0
-    with pytest.warns(UserWarning, match=r"cannot be written"):
-        lines.write({"step": 0})
-    for step in range(1, 5):
-        lines.write({"step": step})
-    with pytest.warns(UserWarning, match=r"m\.jsonl: 5 lines could not be written"):
-        lines.close()
-    assert (tmp_path / "m.jsonl").read_bytes() == b""
-
-
-def test_a_torn_line_that_could_not_be_taken_back_at_once_is_taken_back_later(tmp_path, full, monkeypatch):
-    lines = JsonLinesWriter(tmp_path / "m.jsonl")
-    lines.write({"step": 1})
-    full[0] = 5
-    with monkeypatch.context() as patch:
-        patch.setattr(type(lines._file), "truncate", lambda self, size: (_ for _ in ()).throw(OSError("busy")))
-        with pytest.warns(UserWarning, match="cannot be written"):
-            lines.write({"step": 2})
-    assert (tmp_path / "m.jsonl").read_text() == '{"step": 1}\n{"ste'
-    assert lines.size == len('{"step": 1}\n')
-    full[0] = None
-    with pytest.warns(UserWarning, match="can be written again"):
-        lines.write({"step": 3})
-    lines.close()
-    assert [json.loads(line)["step"] for line in (tmp_path / "m.jsonl").read_text().splitlines()] == [1, 2, 3]
-
-
 @pytest.mark.parametrize("how", ["removed", "moved"])
 def test_a_file_that_vanishes_is_begun_anew_at_its_path(tmp_path, how):
     folder = tmp_path / "run"
@@ -149,13 +118,6 @@ def test_an_earlier_file_is_kept_as_far_as_asked(tmp_path):
     assert path.read_text() == '{"step": 1}\n{"step": 9}\n'
     JsonLinesWriter(path).close()
     assert path.read_bytes() == b""
-
-
-def test_half_a_surrogate_pair_is_written_as_json_escapes_it(tmp_path):
-    lines = JsonLinesWriter(tmp_path / "m.jsonl")
-    lines.write({"response": "a\ud800b"})
-    lines.close()
-    assert json.loads((tmp_path / "m.jsonl").read_text()) == {"response": "a\ud800b"}
 
 
 NAMES = ("metrics", "samples", "eval_samples")
@@ -230,32 +192,6 @@ def test_what_is_no_record_file_ends_the_run_at_once(tmp_path, name, kind):
     OTHERS[kind](out / f"{name}.jsonl")
     with pytest.raises(ConfigError, match=rf"{name}\.jsonl' is (not a regular file|a link to)"):
         run(experiment(tmp_path, steps=1))
-
-
-@pytest.mark.parametrize("kind", OTHERS)
-def test_the_records_of_another_run_are_regular_files(tmp_path, kind):
-    out = done(tmp_path)
-    (out / "samples.jsonl").unlink()
-    (out / "there").write_text("secret" * 9999)
-    OTHERS[kind](out / "samples.jsonl")
-    with pytest.raises(ConfigError, match=r"samples\.jsonl' is not a regular file"):
-        resumed(tmp_path, resume=str(out), output_dir=tmp_path / "branch")
-
-
-def test_a_pipe_that_appears_during_the_run_blocks_nothing(tmp_path):
-    path = tmp_path / "lines.jsonl"
-    lines = JsonLinesWriter(path)
-    lines.write({"a": 1})
-    path.unlink()
-    os.mkfifo(path)
-    with pytest.warns(UserWarning, match="cannot be written after byte 9 .*not a regular file"):
-        lines.write({"a": 2})
-    path.unlink()
-    with pytest.warns(UserWarning, match="can be written again"):
-        lines.write({"a": 3})
-    assert [json.loads(line)["a"] for line in path.read_text().splitlines()] == [2, 3]
-    assert lines.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
-    lines.close()
 
 
 def test_the_hash_is_that_of_the_complete_lines_after_a_write_that_failed(tmp_path, monkeypatch):

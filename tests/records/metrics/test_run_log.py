@@ -9,7 +9,6 @@ import warnings
 import pytest
 
 from realign.api import Callback
-from realign.errors import ConfigError
 from realign.records.metrics.run_log import RunLog
 from realign.runtime import run
 from tests.toys import experiment
@@ -72,14 +71,3 @@ def test_a_full_disk_and_a_missing_folder_do_not_matter(tmp_path):
         log._file = Full()
         log.write("lost")
     assert "kept" in (tmp_path / "realign.log").read_text()
-
-
-def test_a_link_in_place_of_the_log_or_the_summary_is_not_followed(tmp_path):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "precious").write_text("precious")
-    for name in ("summary.json", "realign.log"):
-        (tmp_path / "run" / name).symlink_to(tmp_path / "precious")
-        with pytest.raises(ConfigError, match=f"{name}' is a link"):
-            run(experiment(tmp_path, overwrite=True))
-        (tmp_path / "run" / name).unlink()
-    assert (tmp_path / "precious").read_text() == "precious"

@@ -12,7 +12,7 @@ from rich.console import Console
 from realign.api import SequenceSample
 from realign.data.encoding import DecodedSequence
 from realign.data.rendering import Segment
-from realign.records.metrics.samples import LONGEST, SEQUENCES, readable, row_text, show, show_row
+from realign.records.metrics.samples import readable, row_text, show, show_row
 
 ROW = [DecodedSequence([Segment("<user>a\n"), Segment("b</s>", trained=True), Segment("\nc")])]
 
@@ -41,14 +41,6 @@ def test_control_characters_of_a_row_are_escaped_and_markup_is_text():
     assert shown(hostile).splitlines()[1] == "  | \\x1b[2J[red]x[/red]\\u202e[[\\x07]]"
 
 
-def test_labels_long_texts_and_many_sequences():
-    many = [DecodedSequence([Segment("a" * (LONGEST + 5))], float(i)) for i in range(SEQUENCES + 2)]
-    text = row_text(many, color=False).plain
-    assert text.startswith("First row of the data\n  label 0\n  | aaa")
-    assert text.endswith("\n  and 2 more sequences")
-    assert text.count("(5 characters omitted)") == SEQUENCES
-
-
 def test_a_row_that_cannot_be_printed_is_a_warning():
     class FullLog(io.StringIO):
         def write(self, text):
@@ -56,10 +48,6 @@ def test_a_row_that_cannot_be_printed_is_a_warning():
 
     with pytest.warns(UserWarning, match="The first row of the data could not be printed .*The run continues"):
         show_row(Console(file=FullLog()), ROW)
-
-
-def test_nothing_is_printed_without_sequences():
-    assert shown([]) == ""
 
 
 def decode(ids, skip_special_tokens=True):

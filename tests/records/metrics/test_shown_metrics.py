@@ -14,11 +14,9 @@ from realign.interfaces.ppo import PPOActorInterface
 from realign.interfaces.sft import SFTInterface
 from realign.records.metrics.live_display import MOST, LiveDisplay
 from realign.records.metrics.shown_metrics import (
-    first_metrics,
     headline,
     metric_summaries,
     panels,
-    targets,
     with_held_out,
 )
 from tests.toys import CountToken
@@ -49,12 +47,6 @@ def test_the_leading_role_comes_first_and_others_have_a_prefix():
     assert "critic/value_loss" in shown
 
 
-def test_the_target_of_an_adaptive_kl_coefficient_is_a_target_of_its_metric():
-    adaptive = OWN_CRITIC | {"actor": PPOActorInterface(critic="own", kl=KLPenalty(place=KLPlace.reward, target=6.0))}
-    assert targets(ppo.dataflow(adaptive), adaptive, "actor") == {"ref_kl_per_sequence": 6.0}
-    assert targets(ppo.dataflow(OWN_CRITIC), OWN_CRITIC, "actor") == {}
-
-
 def test_charts_of_all_trained_roles_are_drawn_and_those_of_one_title_are_merged():
     both = OWN_CRITIC | {"actor": PPOActorInterface(critic="shared")}
     charts = {chart.title: dict(chart.metrics) for chart in panels(ppo.dataflow(OWN_CRITIC), both, "actor")}
@@ -69,19 +61,6 @@ def test_charts_of_all_trained_roles_are_drawn_and_those_of_one_title_are_merged
 def test_an_interface_without_charts_gets_one_for_each_metric_of_its_headline():
     titles = [chart.title for chart in panels(sft.dataflow(), {"actor": Named()}, "actor")]
     assert titles == ["reward per response", "regret", "loss", "response length (tokens)", "gradient norm"]
-
-
-def test_an_interface_that_declares_nothing_shows_what_is_reported_first():
-    reported = ["time/train_s", "loss", "grad_norm", "mine", "eval/mine", "step_s"]
-    assert headline(sft.dataflow(), {"actor": Own()}, "actor") == ()
-    assert first_metrics(reported) == ["loss", "grad_norm", "mine", "eval/mine"]
-    charts = panels(sft.dataflow(), {"actor": Own()}, "actor", reported)
-    assert [chart.title for chart in charts][1:3] == ["loss", "mine"]
-    assert dict(with_held_out(charts, reported)[2].metrics) == {"mine": "training batch", "eval/mine": "held out"}
-
-
-def test_times_are_shown_if_nothing_else_is_reported():
-    assert first_metrics(["time/train_s", "step_s"]) == ["time/train_s", "step_s"]
 
 
 def test_the_progress_line_shows_the_headline_or_the_first_metrics():

@@ -11,8 +11,8 @@ import pytest
 from rich.console import Console
 
 from realign.api.callback import EndStatus
-from realign.records.metrics.shown_metrics import MetricSummary, metric_summaries, number
-from realign.runtime.run_report import RunSummary, duration
+from realign.records.metrics.shown_metrics import MetricSummary, metric_summaries
+from realign.runtime.run_report import RunSummary
 
 HISTORY = [
     {"step": 0, "eval/reward": 0.1, "eval/nll": 3.0, "eval/missing_rewards": 0.0},
@@ -64,28 +64,8 @@ def test_a_command_is_on_one_line_however_narrow_the_terminal_is():
     assert f"chat  {command}\n" in out.getvalue()
 
 
-def test_details_of_evaluations_are_left_out():
-    reported = {"eval/reward": 0.0, "eval/easy/missing_rewards": 0.0, "eval/rewards/form/std": 0.0, "eval/x": 1.0}
-    assert [one.name for one in metric_summaries([{"step": 0, **reported}], ())] == ["eval/reward", "eval/x"]
-
-
 def test_the_file_is_json_without_nan(tmp_path):
     SUMMARY.write(tmp_path)
     summary = json.loads((tmp_path / "summary.json").read_text(encoding="utf-8"), parse_constant=pytest.fail)
     assert (summary["status"], summary["step"]) == ("stopped", 3)
     assert summary["metrics"][1]["last"] is None
-
-
-def test_a_completed_run_has_no_status_in_its_title():
-    assert replace(SUMMARY, status=EndStatus.completed, step=9).headline() == "toy: 9 of 9 steps in 1 min 12 s"
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(3.14, "3.1 s"), (72, "1 min 12 s"), (3599.7, "1 h 0 min"), (90000, "25 h 0 min")]
-)
-def test_durations(seconds, text):
-    assert duration(seconds) == text
-
-
-def test_numbers():
-    assert [number(x) for x in (0.123456, 12345.6, -2000.0, 1.6e-13)] == ["0.1235", "12,346", "-2,000", "0"]

@@ -79,11 +79,6 @@ def test_tensorboard_gets_the_finite_metrics_of_each_step(calls, tmp_path):
     ]
 
 
-def test_a_folder_of_tensorboard_has_one_for_each_run(calls, tmp_path):
-    TensorBoard(folder=str(tmp_path / "all")).open("a", tmp_path)
-    assert calls[0][1] == (str(tmp_path / "all" / "a"),)
-
-
 def test_wandb_gets_the_resolved_config_and_the_metrics(calls, tmp_path):
     (tmp_path / "config.yaml").write_text("steps: 3\n")
     tracker = WandB(project="p", group="g", mode=WandbMode.offline).open("run", tmp_path)
@@ -234,32 +229,6 @@ def test_a_resumed_run_continues_its_run_of_the_tracker_and_each_step_comes_once
     assert [[step for step in steps if step] for steps in served.steps.values()] == [[1, 2, 3, 4, 5, 6]]
     run(experiment(tmp_path, output_dir=tmp_path / "another", trackers={"x": tracker()}, evaluation=None))
     assert len(served.steps) == 2
-
-
-def test_a_tracker_that_is_new_in_a_resumed_run_gets_the_steps_that_run_again(tmp_path, board):
-    served, tracker = board
-    seldom = {"checkpoint": CheckpointSpec(every_steps=2), "evaluation": None, "resume": "auto"}
-    run_until_killed(experiment(tmp_path, steps=4, **seldom), 3)
-    result = run(experiment(tmp_path, steps=4, trackers={"x": tracker()}, **seldom))
-    assert list(served.steps.values()) == [[3, 4]]
-    assert "run again" not in (result.output_dir / "realign.log").read_text()
-
-
-def test_steps_that_run_again_are_told(tmp_path, board):
-    _, tracker = board
-    seldom = {"checkpoint": CheckpointSpec(every_steps=2), "evaluation": None, "resume": "auto"}
-    for _ in range(2):
-        run_until_killed(experiment(tmp_path, steps=4, trackers={"x": tracker()}, **seldom), 3)
-    text = (tmp_path / "run" / "realign.log").read_text()
-    assert "Steps 3 to 3 run again. Trackers keep their earlier values; metrics.jsonl has the new ones." in text
-
-
-@pytest.mark.parametrize("board", [WandB], indirect=True)
-def test_an_id_of_the_environment_is_left_to_the_tracker(tmp_path, board, monkeypatch):
-    served, tracker = board
-    monkeypatch.setenv("WANDB_RUN_ID", "mine")  # which W&B reads itself
-    run(experiment(tmp_path, trackers={"x": tracker()}, evaluation=None))
-    assert list(served.steps) == ["chosen by the server 0"]
 
 
 EXTRAS = [

@@ -2,7 +2,7 @@
 
 from multiprocessing.connection import Connection
 
-from realign.rewards.pool import limits, worker
+from realign.rewards.pool import worker
 from realign.rewards.pool.http import Unreachable
 
 
@@ -39,8 +39,3 @@ class Speaks:
 
     def __repr__(self):
         return self.text
-
-
-def says_that_it_leaks(prompt, response, row):
-    limits.MemoryWatch.leaks = lambda watch: True
-    return 1.0

@@ -68,11 +68,6 @@ def pid(prompt, response, row):
     return float(os.getpid())
 
 
-def slow_pid(prompt, response, row):
-    time.sleep(row["s"])
-    return pid(prompt, response, row)
-
-
 def child_that_sleeps(prompt, response, row):
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     Path(row["file"]).write_text(str(child.pid))

@@ -48,10 +48,6 @@ def too_few(prompt, responses, row):
     return [1.0]
 
 
-def fails_on_the_batch(prompts, responses, rows):
-    raise ValueError("the batch is broken")
-
-
 def mixed_names(prompt, responses, rows):
     return [1.0]
 

@@ -3,7 +3,6 @@
 import functools
 import itertools
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from hypothesis import strategies as st
 
 from realign.errors import ConfigError
 from realign.rewards import RewardPool
-from realign.rewards.pool.binding import CONVENTIONS, Scored, bind, named_arguments
+from realign.rewards.pool.binding import CONVENTIONS, Scored, bind
 
 ROOT = Path(__file__).parents[3]
 VERL = {
@@ -169,24 +168,6 @@ def test_a_column_that_is_missing_is_named_with_those_that_exist():
     assert "asks for 'answer', which is no column. Columns: none" in scores.failures[0].message
 
 
-def test_cells_of_another_type_reach_the_function_and_do_not_stop_the_run():
-    def score(solution_str, ground_truth, extra_info):
-        return float((ground_truth, extra_info) == ("4", "{}"))
-
-    assert answers(score, [{"reward_model": "rule", "ground_truth": "4", "extra_info": "{}"}], ["4"]).values == [1.0]
-    seen = called(lambda completion, info: {"i": info}, rows=({"info": "no JSON", "messages": "hi"},))
-    assert seen == {"i": "no JSON"}
-    assert called(lambda completion, info: {"i": info}, rows=({"info": '{"a": 1}'},)) == {"i": {"a": 1}}
-
-
-def test_a_default_is_used_only_if_the_row_has_no_such_column():
-    def strict(response, tolerance=0.5, **more):
-        return tolerance
-
-    rows = [{"tolerance": 0.25}, {}]
-    assert answers(strict, rows, ["", ""]).values == [0.25, 0.5]
-
-
 def test_the_prompt_of_a_conversation_is_its_messages_up_to_the_answer():
     def given(row, prompt):
         return called(lambda prompt, completion: {"p": prompt, "c": completion}, rows=(row,), prompt=prompt)
@@ -277,17 +258,6 @@ def test_every_kind_of_function_and_of_result_is_scored(function):
     assert [value or 0.0 for value in scores.values] == [1.0, 0.0, 1.0]
 
 
-def test_what_partial_has_set_stays_although_the_row_has_such_a_column():
-    graded = functools.partial(weighted, weight=2.0, answer="x")
-    assert answers(graded, [{"answer": "4", "weight": 3.0}], ["x"]).values == [2.0]
-
-
-def test_a_mapping_without_the_key_of_its_tool_is_nonsense():
-    for function in (lambda solution_str: {"reward": 1.0}, lambda response: {"score": 1.0}):
-        (failure,) = answers(function, [{}], ["4"]).failures
-        assert "which is not a number" in failure.message
-
-
 def test_a_worker_gets_the_same_arguments():
     scores = answers(f"{__file__}:verl_like", [VERL, VERL], ["4", "5"], workers=1)
     assert scores.values == [1.0, 0.5]
@@ -309,15 +279,6 @@ def test_the_description_says_what_is_passed_and_how_often():
         assert (
             bind(function, f"file.py:{getattr(function, '__name__', '').replace('<lambda>', 'f')}").describe() == text
         )
-
-
-def test_arguments_of_other_functions_are_found_by_name_too():
-    names = ("base_url", "api_key", "row")
-    assert named_arguments(lambda row, base_url: 0, "agent", names) == ("base_url", "row")
-    assert named_arguments(lambda **given: 0, "agent", names) == names
-    for function in (lambda url, key, row: 0, lambda *args: 0, lambda base_url, /: 0, SimpleNamespace):
-        with pytest.raises(ConfigError, match=r"^agent "):
-            named_arguments(function, "agent", names)
 
 
 def test_the_page_has_the_arguments_of_every_tool():

@@ -1,6 +1,5 @@
 """Reward functions that score a group or a batch in one call, and `async def` functions."""
 
-import copy
 import sys
 import traceback
 from pathlib import Path
@@ -8,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from realign.errors import ConfigError, RealignError, RewardError
+from realign.errors import ConfigError, RealignError
 from realign.rewards import FailureKind, RewardPool, exact_answer, load_function
 from realign.rewards.pool import processes
 from realign.rewards.pool.binding import RewardScope
-from realign.rewards.pool.functions import Prepared, SessionFunction, source_of
+from realign.rewards.pool.functions import Prepared
 
 CASES = Path(__file__).parent / "reward_cases.py"
 
@@ -36,16 +35,6 @@ def test_a_file_may_be_named_like_an_installed_module_and_import_its_neighbors(t
     import math
 
     assert math.sqrt(4) == 2
-
-
-def test_the_name_is_relative_to_the_working_folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "path", [folder for folder in sys.path if folder not in ("", str(Path.cwd()))])
-    monkeypatch.chdir(tmp_path)
-    Path("beside_me.py").write_text("def f(prompt, response, row): return 1\n")
-    message = r"no module named 'beside_me'\. There is a file 'beside_me.py'; use 'beside_me.py:\.\.\.'"
-    with pytest.raises(ConfigError, match=message):
-        load_function("beside_me:f")
-    assert load_function("beside_me.py:f")("", "", {}) == 1
 
 
 @pytest.mark.parametrize(
@@ -111,14 +100,6 @@ def test_a_missing_package_of_the_file_keeps_its_traceback_and_the_file_can_be_i
     assert load_function(f"{file}:f")("", "", {}) == 1
 
 
-def test_a_file_that_exits_on_import_is_a_config_error(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    file = tmp_path / "exiting_reward.py"
-    file.write_text("import sys\nsys.exit(0)\n")
-    with pytest.raises(ConfigError, match=r"exiting_reward\.py:f': its module exits while it is imported"):
-        load_function(f"{file}:f")
-
-
 FILE = Path(__file__).parent / "scoped_rewards.py"
 PROMPTS = ["a", "a", "a", "b", "c", "c"]
 RESPONSES = ["x", "", "xyz", "xx", "x", "xxxx"]
@@ -162,11 +143,6 @@ def test_a_group_function_sees_all_responses_to_a_prompt_and_may_leave_some_with
     assert scores.abstained == 1
 
 
-def test_without_groups_each_response_is_compared_with_itself():
-    with pool("above_the_shortest") as rewards:
-        assert rewards.score(PROMPTS, RESPONSES, ROWS).values == [0.0, None, 0.0, 0.0, 0.0, 0.0]
-
-
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_failed_call_fails_each_response_of_its_group_and_no_other(workers):
     scores = score("fails_on_b", workers=workers)
@@ -179,20 +155,6 @@ def test_a_list_of_another_length_is_nonsense():
     assert scores.values == [None, None, None, 1.0, None, None]
     assert {f.kind for f in scores.failures} == {FailureKind.nonsense}
     assert "expected a list of 3 numbers or None (one per response in the same order)" in scores.failures[0].message
-
-
-def test_the_failed_fraction_counts_responses():
-    with pytest.raises(RewardError, match=r"failed on 1 of 4 scored items .*6 items in total"):
-        score("fails_on_b", max_failed_fraction=0.1)
-    with pytest.raises(RewardError, match=r"failed on 6 of 6 scored items"):
-        score("fails_on_the_batch", max_failed_fraction=0.99)
-    assert len(score("fails_on_the_batch").failures) == 6
-
-
-def test_no_responses_need_no_call():
-    for name in ("lengths_of_a_group", "lengths_of_a_batch", "awaited_length"):
-        with pool(name) as rewards:
-            assert rewards.score([], [], [], []).values == []
 
 
 @pytest.mark.parametrize(("workers", "most"), [(0, 5), (1, 5), (2, 3)])
@@ -273,31 +235,3 @@ def test_a_pool_prepares_a_function_once_before_the_workers_start(function, work
     with RewardPool(function, workers=workers, **SETTINGS) as pool:
         assert pool.score(["", ""], ["", ""], [{}, {}]).values == [1.0, 1.0]
         assert pool.note == "prepared 1 time"
-
-
-def test_a_function_that_cannot_be_prepared_ends_the_run_before_any_call():
-    with pytest.raises(ConfigError, match="the machine lacks something"):
-        RewardPool(Shift(-1), workers=1, **SETTINGS)
-
-
-def test_the_name_of_a_session_function_changes_with_its_code_and_not_with_its_place():
-    def made(body, before=""):
-        namespace = {}
-        exec(f"{before}def score(prompt, response, row):\n    return {body}\n", namespace)  # no source, as if typed in
-        return SessionFunction.of(namespace["score"])
-
-    names = [made("1.0"), made("2.0"), made("len(prompt)"), made("len(response)"), made("[x for x in row]")]
-    assert len({*names}) == 5
-    assert made("1.0", before="\n\n") == names[0]
-    assert names[0].label == "score"
-    assert copy.deepcopy(names[0]).function is names[0].function
-
-    class Counter:
-        def __call__(self, prompt, response, row):
-            return 1.0
-
-    assert SessionFunction.of(Counter()).label == "Counter"
-    assert source_of(Counter()).lstrip().startswith("class Counter")
-    assert source_of(len) == ""
-    with pytest.raises(ConfigError, match="was defined in a Python session"):
-        load_function(str(names[0]))

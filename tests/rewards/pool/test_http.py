@@ -1,18 +1,14 @@
-import itertools
 import json
 import logging
-import re
 import socket
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from realign.api import MicroBatchSpec, Model
 from realign.errors import ConfigError, TransientError
@@ -24,7 +20,6 @@ from realign.rewards.pool.http import HttpReward, OpenRlhfReward, Unreachable
 from realign.rewards.pool.worker import Expected, Problem, RewardCall
 from realign.rewards.pool.worker import answer as worker_answer
 from realign.rewards.terms import FunctionTerm, Openrlhf
-from realign.secrets import redact
 from realign.text import headline
 from tests.bad_answers import BAD, answered, bad_server
 from tests.tiny import random_sample, tiny_tokenizer
@@ -80,11 +75,6 @@ def test_dense_rewards_are_asked_for_with_the_tokens():
     assert out["dense_rewards"].tolist() == [0, 0, *lengths]
 
 
-def test_no_verdict_is_none():
-    with server(lambda request: (200, {"reward": None})) as (url, _):
-        assert load_function(url)("", "", {}) is None
-
-
 def test_a_busy_server_is_asked_again_and_one_that_refuses_is_not():
     statuses = iter([503, 429, 200])
     with server(lambda request: (next(statuses), {"reward": 1})) as (url, got):
@@ -109,12 +99,6 @@ def test_another_answer_is_an_error_that_shows_it(body):
     assert repr(shown) in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["ftp://host/x", "http://", "http:///path", "file:///etc/passwd"])
-def test_what_is_no_http_url_is_refused(name):
-    with pytest.raises(ConfigError, match=r"invalid URL\. Use the form http://host:port/path"):
-        load_function(name)
-
-
 def test_trap_c12_a_failing_request_leaves_its_response_without_reward_and_the_others_alone():
     def answer(request):
         return (500, b"") if request["response"] == "b" else (200, {"reward": len(request["row"])})
@@ -125,30 +109,6 @@ def test_trap_c12_a_failing_request_leaves_its_response_without_reward_and_the_o
             scores = pool.score(["", "", ""], ["a", "b", "c"], [{}, {}, {"x": 1}])
     assert scores.values == [0.0, None, 1.0]
     assert [(f.index, "status 500" in f.message) for f in scores.failures] == [(1, True)]
-
-
-def test_a_server_that_is_not_there_is_said_before_anything_is_asked():
-    with server(lambda request: (200, {})) as (url, got):
-        RuleRewardInterface(function=url).open()
-        assert got == []
-    with pytest.raises(TransientError, match=r"reward function 'http://127.*/score': no server .*\(.*refused\)"):
-        RuleRewardInterface(function=url).open()
-
-
-def test_behind_a_proxy_only_the_proxy_knows(monkeypatch):
-    monkeypatch.setenv("no_proxy", "")
-    monkeypatch.setenv("http_proxy", "http://proxy.invalid:1")
-    load_function("http://nowhere.invalid/score").reach()
-
-
-def test_a_url_stands_where_a_function_does():
-    with server(lambda request: (200, {"reward": len(request["response"])})) as (url, _):
-        interface = RuleRewardInterface(function=url, workers=0)
-        data = random_sample([[5, 3], [4]]).with_metadata(row=[{}, {}])
-        out = interface.inference(Model("reward", None, tiny_tokenizer()), data, MicroBatchSpec())
-        interface.close()
-    texts = [tiny_tokenizer().decode(ids[2:], skip_special_tokens=True) for ids in data.sequences("input_ids")]
-    assert torch.equal(out["rewards"], torch.tensor([float(len(t)) for t in texts]))
 
 
 def ask(url, responses, **settings):
@@ -198,25 +158,6 @@ def test_a_response_that_alone_gets_no_answer_fails_alone_when_patience_is_over(
         scores = ask(url, ["a", "b", "c", "d"], timeout_s=20.0, patience_s=0.3)
     assert scores.values == [1.0, None, 1.0, 1.0]
     assert [(f.index, f.kind, "502" in f.message) for f in scores.failures] == [(1, FailureKind.unreachable, True)]
-
-
-def test_a_server_that_accepts_and_stays_silent_is_no_answer():
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        url = f"http://127.0.0.1:{silent.getsockname()[1]}/score"
-        with pytest.raises(TransientError, match=r"unreachable 3.* gave no answer within 0\.09 s: TimeoutError"):
-            ask(url, ["a"] * 5, timeout_s=0.1, patience_s=0.0)
-
-
-def test_a_server_that_hangs_up_is_no_answer(monkeypatch):
-    monkeypatch.setattr(http, "_FIRST_PAUSE_S", 100.0)  # the pause leaves no time for a second attempt
-    with socket.create_server(("127.0.0.1", 0)) as door:
-        door.settimeout(10)
-        host = threading.Thread(target=lambda: door.accept()[0].close())
-        host.start()
-        url = f"http://127.0.0.1:{door.getsockname()[1]}/score"
-        with pytest.raises(Unreachable, match="gave no answer within 20 s: "):
-            HttpReward(url, within_s=20)("", "", {})
-        host.join()
 
 
 SECRET = "ju/dge s3cret"
@@ -278,13 +219,6 @@ def test_text_of_the_server_is_escaped_and_hides_credentials():
     assert "pw" not in message.replace("***", "")
 
 
-@pytest.mark.parametrize("line", [b"\x1b[2J\x1b]0;pwn\x07", b"HTTP/9 \x9b2J", b"HTTP/1.1 200\x1b OK", b"\xe2\x80\xae"])
-def test_a_status_line_of_any_bytes_reaches_no_message_unescaped(line):
-    with raw_server(line + b"\r\n\r\n") as (url, _):
-        scores = ask(url, ["a"], timeout_s=0.2, patience_s=0.0, max_failed_fraction=1.0)
-    assert scores.failures[0].message.replace("\n", "").isprintable()
-
-
 CREDENTIALS = [
     *("user:pw5@h/x", "user@h/x?pw5", "pw5@h/x", ":pw5@h/x", "user:p'pw5@h/x", "user:p pw5@h", "u:pw5@h:bad/"),
     *(
@@ -308,17 +242,6 @@ def test_credentials_in_a_url_are_refused_and_not_shown(rest, scheme):
     assert str(caught.value).isprintable()
 
 
-@pytest.mark.parametrize("scheme", ["ftp", "file", "gopher", "data", "jar", "ws", "", "javascript"])
-def test_other_schemes_are_refused(scheme):
-    with pytest.raises(ConfigError):
-        load_function(f"{scheme}://127.0.0.1/x")
-
-
-@pytest.mark.parametrize("query", ["max_tokens=100", "key=3", "model=judge&n=1", "monkey=abc", "", "author=x"])
-def test_ordinary_parameters_stay(query):
-    assert redact(HttpReward(f"http://host/x?{query}").url) == f"http://host/x?{query}"
-
-
 def test_a_secret_of_the_environment_reaches_the_server_only_if_it_is_allowed_by_name(monkeypatch):
     monkeypatch.setenv("JUDGE_TOKEN", SECRET)
     name = "score?token=${oc.env:JUDGE_TOKEN}"
@@ -334,16 +257,6 @@ def test_a_secret_of_the_environment_reaches_the_server_only_if_it_is_allowed_by
     for text in (repr(function), scores.failures[0].message):
         assert "s3cret" not in text
         assert "${oc.env:JUDGE_TOKEN}" in text
-
-
-def test_an_answer_that_repeats_the_secret_is_not_shown(monkeypatch):
-    monkeypatch.setenv("JUDGE_TOKEN", SECRET)
-    monkeypatch.setenv("REALIGN_URL_VARIABLES", "JUDGE_TOKEN")
-    answer = b"HTTP/1.1 200 OK\r\n\r\nCannot POST ju%2Fdge%20s3cret ju/dge s3cret"
-    with raw_server(answer) as (url, _), pytest.raises(RuntimeError, match="Cannot POST") as caught:
-        load_function(f"{url}/?key=${{oc.env:JUDGE_TOKEN}}")("", "", {})
-    assert "s3cret" not in str(caught.value)
-    assert "s3cret" not in repr(caught.value.__cause__)
 
 
 def test_an_openrlhf_server_gets_one_request_per_group_and_gives_one_reward_per_query():
@@ -364,31 +277,6 @@ def test_an_openrlhf_server_gets_one_request_per_group_and_gives_one_reward_per_
         {"query": ["qabc"], "prompts": ["q"], "labels": [5]},
         {"query": ["pa"], "prompts": ["p"], "labels": [None]},
     ]
-
-
-@pytest.mark.parametrize(
-    ("body", "label", "message"),
-    [
-        ({"reward": 1}, None, r"answered b'\{\"reward\": 1\}'; expected \{\"rewards\": \[number, \.\.\.\]\}"),
-        ({"rewards": [1.0, 2.0]}, None, r"has 2 elements; expected a list of 1 numbers or None"),
-        ({"rewards": [1.0]}, "answer", r"no column 'answer'; found \['x'\]"),
-    ],
-)
-def test_another_answer_of_an_openrlhf_server_is_a_failure(body, label, message):
-    with server(lambda request: (200, body)) as (url, _):
-        pool = RewardPool(
-            OpenRlhfReward(url, label_column=label), workers=1, timeout_s=20, memory_mb=None, max_failed_fraction=1.0
-        )
-        with pool:
-            (failure,) = pool.score(["p"], ["r"], [{"x": 1}]).failures
-    assert re.search(message, failure.message)
-
-
-def test_an_openrlhf_server_may_not_redirect():
-    with raw_server(b"HTTP/1.1 302 Found\r\nLocation: http://127.0.0.1:1/x\r\n\r\n") as (url, got):
-        with pytest.raises(RuntimeError, match=r"status 302 Found, a redirect to 'http://127\.0\.0\.1:1/x'"):
-            OpenRlhfReward(url)("p", ["r"], {})
-        assert len(got) == 1
 
 
 def test_the_protocol_is_a_setting_of_a_function_and_sends_special_tokens():
@@ -449,43 +337,3 @@ def test_no_answer_of_a_bad_server_gives_a_reward(monkeypatch, kind):
     }
     assert all("http://127.0.0.1" in headline(problems[name].message) for name in bad)
     assert "the answer has more than 2,097,152 bytes" in problems["an endless body"].message
-
-
-def test_an_answer_that_never_ends_is_no_answer_in_time(monkeypatch):
-    """The timeout of a connection starts again with every byte. Here, each look at the clock takes a second."""
-    seconds = itertools.count()
-    monkeypatch.setattr(http, "time", SimpleNamespace(monotonic=lambda: float(next(seconds))))
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
-            self.send_response(200)
-            self.end_headers()
-            with suppress(OSError):
-                while True:
-                    self.wfile.write(b" ")
-                    time.sleep(0.01)
-
-        def log_message(self, *args):
-            pass
-
-    running = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    running.daemon_threads = True
-    threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-    try:
-        function = HttpReward(f"http://127.0.0.1:{running.server_port}/", within_s=60)
-        with pytest.raises(Unreachable, match=r"within 60 s: TimeoutError: the answer was not complete"):
-            function("", "", {})
-    finally:
-        running.shutdown()
-        running.server_close()
-
-
-def test_an_answer_that_breaks_off_is_repeated(monkeypatch):
-    whole = b'HTTP/1.1 200 OK\r\nContent-Length: 13\r\n\r\n{"reward": 1}'
-    half = whole.replace(b"13", b"99")
-    with raw_server(half, half, whole) as (url, got):
-        assert HttpReward(url, within_s=60)("", "", {}) == 1
-    assert len(got) == 3
-    monkeypatch.setattr(http, "_FIRST_PAUSE_S", 100.0)
-    with raw_server(half) as (url, _), pytest.raises(Unreachable, match=r"within 60 s: IncompleteRead"):
-        HttpReward(url, within_s=60)("", "", {})

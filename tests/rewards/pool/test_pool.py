@@ -1,4 +1,3 @@
-import asyncio
 import logging
 import math
 import os
@@ -9,19 +8,15 @@ import sys
 import textwrap
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from realign.errors import ConfigError, SettingsError
+from realign.errors import ConfigError
 from realign.rewards import FailureKind, RewardError, RewardPool
-from realign.rewards.pool import processes
 from realign.rewards.pool.functions import SessionFunction
-from realign.rewards.pool.pool import Tally, in_thread
 from realign.rewards.pool.processes import _Todo
 from realign.rewards.pool.worker import Problem, RewardCall, answer
 from tests.processes import gone
@@ -129,16 +124,6 @@ def test_trap_c12_failures_above_the_fraction_stop_the_run():
         assert "\n" not in text
 
 
-def test_trap_c12_chunks_that_finish_together_are_read_in_the_order_sent(monkeypatch):
-    def all_at_once(running, **_):
-        wait(running)
-        return SimpleNamespace(done=[*running][::-1])
-
-    monkeypatch.setattr(processes, "wait", all_at_once)
-    with make(workers=1, max_failed_fraction=0.5) as pool, pytest.raises(RewardError, match="failure, on item 0:"):
-        score(pool, [{"do": "raise"}] * 20)
-
-
 @pytest.mark.parametrize("workers", [0, 1])
 def test_the_first_traceback_is_logged_in_full_before_the_run_stops_and_later_ones_are_counted(caplog, workers):
     line = 1 + next(
@@ -225,27 +210,12 @@ def test_trap_c13_integers_and_low_precision_scalars_arrive_exactly():
     assert all(type(value) is float for value in values)
 
 
-def test_a_worker_imports_only_what_the_function_needs():
-    with make(f"{HERE / 'light_reward.py'}:heavy_modules", workers=1) as pool:
-        result = score(pool, [{}])
-    assert "heavy=[]" in result.failures[0].message
-
-
 @LINUX
 def test_a_memory_limit_leaves_room_beyond_the_imports_only():
     with make(workers=1, memory_mb=200) as pool:
         result = score(pool, [{"do": "memory"}, {"value": 1.0}])
     assert result.failures[0].kind == FailureKind.memory
     assert result.values == [None, 1.0]
-
-
-def test_slow_items_are_spread_over_the_workers():
-    with make(f"{HERE / 'reward_cases.py'}:slow_pid") as pool:
-        for _ in range(100):  # until the second worker is ready
-            if len(set(score(pool, [{"s": 0.1}] * 2).values)) == 2:
-                break
-        pids = score(pool, [{"s": 0.1}] * 20).values
-    assert len(set(pids)) == 2
 
 
 def test_chunks_shrink_to_what_fits_a_slice_and_grow_again():
@@ -287,20 +257,6 @@ def test_a_pool_killed_from_outside_is_started_again():
     assert not first & second
 
 
-def test_lengths_must_agree():
-    with make(workers=0) as pool, pytest.raises(ValueError, match="2 prompts, 1 responses and 1 rows"):
-        pool.score(["a", "b"], ["c"], [{}])
-
-
-@pytest.mark.parametrize(
-    "setting",
-    [{"workers": -1}, {"timeout_s": 0}, {"timeout_s": math.inf}, {"memory_mb": 0}, {"max_failed_fraction": 2}],
-)
-def test_bad_settings_are_named(setting):
-    with pytest.raises(SettingsError, match=rf"{next(iter(setting))}=.*: must be"):
-        make(**setting)
-
-
 def test_a_function_that_cannot_be_pickled_is_refused_unless_inline():
     with pytest.raises(ConfigError, match="cannot be sent to a worker"):
         make(lambda prompt, response, row: 1.0)
@@ -315,60 +271,6 @@ def run_script(tmp_path, body, **popen):
     return subprocess.Popen(
         [sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, **popen
     )
-
-
-@LINUX
-def test_several_threads_share_the_workers_also_when_these_are_killed(caplog):
-    with make() as pool, ThreadPoolExecutor(6) as threads:
-        first = score(pool, [{"do": "pid"}]).values[0]
-        calls = [threads.submit(score, pool, [{"do": "slow", "s": 0.05, "value": i}] * 8) for i in range(6)]
-        os.kill(int(first), signal.SIGKILL)
-        crashing = threads.submit(score, pool, [{"value": 1}, {"do": "os_exit"}, {"value": 2}])
-        for i, call in enumerate(calls):
-            assert call.result().values == [i] * 8
-        assert crashing.result().values == [1, None, 2]
-
-
-def test_closing_ends_the_calls_of_other_threads(tmp_path):
-    pool = make()
-    with ThreadPoolExecutor(2) as threads:
-        begun = [tmp_path / "first", tmp_path / "second"]
-        calls = [threads.submit(score, pool, [{"do": "hang", "file": str(file)}]) for file in begun]
-        while not all(file.exists() for file in begun):
-            time.sleep(0.01)
-        pool.close()
-        for call in calls:
-            assert call.exception() is not None
-    assert pool._processes._crew is None
-
-
-def test_parts_of_a_batch_are_counted_together():
-    """In a batch of four prompts, the prompt whose row breaks the function is a quarter of the batch."""
-    bad, good = [{"do": "raise"}] * 3, values(3)
-    tally = Tally(4)
-    with make(workers=0, max_failed_fraction=0.5) as pool:
-        with tally.counting():
-            for rows in (good, bad, bad, good, good, good, bad):
-                score(pool, rows)
-            score(pool, bad)
-            message = r"failed on 1 of 1 scored items \(exception 1; 3 items in total\), and on 6 of the other 9 items"
-            with pytest.raises(RewardError, match=message):
-                score(pool, bad)
-        with pytest.raises(RewardError):  # outside `counting`, each call is a batch
-            score(pool, bad)
-
-
-def test_parts_that_are_judged_at_the_same_time_see_each_others_failures():
-    tally = Tally(4)
-
-    def broken(prompt, response, row):
-        tally.add(3, pool)  # meanwhile another part of the batch ends
-        raise RuntimeError("broken")
-
-    message = r"failed on 2 of 2 scored items \(exception 2; 3 items in total\), and on 6 of the other 9 items"
-    pool = make(broken, workers=0, max_failed_fraction=0.5)
-    with tally.counting(), pytest.raises(RewardError, match=message):
-        score(pool, values(3))
 
 
 def test_close_leaves_no_process_and_the_pool_can_go_on():
@@ -407,23 +309,6 @@ def test_a_script_without_guard_is_not_run_again_and_leaves_no_process(tmp_path)
     assert out.count("script runs") == 1
     assert all(gone(int(pid)) for pid in out.splitlines()[1].split())
     assert err == ""
-
-
-def test_a_script_without_guard_that_holds_its_own_function_gets_a_clear_error(tmp_path):
-    process = run_script(
-        tmp_path,
-        """
-        from realign.rewards import RewardPool
-        def reward(prompt, response, row):
-            return 1.0
-        pool = RewardPool(__file__ + ":reward", workers=1, timeout_s=20, memory_mb=None, max_failed_fraction=0)
-        pool.score(["p"], ["r"], [{}])
-        """,
-    )
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 1
-    assert "RewardError" in err
-    assert "Put that part under `if __name__ == '__main__':`" in err
 
 
 def test_a_guarded_script_may_hold_its_own_function(tmp_path):
@@ -467,14 +352,6 @@ def test_a_hanging_worker_dies_with_the_run(tmp_path, how):
     assert gone(worker)
     if how == signal.SIGINT:
         assert "KeyboardInterrupt" in err
-
-
-def test_a_callable_with_state_reaches_the_workers(monkeypatch):
-    monkeypatch.syspath_prepend(str(HERE))
-    import reward_cases
-
-    with make(reward_cases.Scaled(0.5), workers=1) as pool:
-        assert pool.score(["p", "p"], ["abc", ""], [{}, {}]).values == [1.5, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -523,14 +400,6 @@ def test_a_function_that_leaks_loses_no_reward(caplog):
 
 
 @LINUX
-def test_a_function_that_loads_something_large_once_is_not_taken_for_a_leak():
-    with make(memory_mb=300, workers=1) as pool:
-        result = score(pool, [{"do": "load"} for _ in range(40)])
-    assert result.failures == []
-    assert len(set(result.values)) == 1  # the process that loaded the data answered all calls
-
-
-@LINUX
 def test_a_leaking_worker_takes_along_what_the_function_started():
     with make(memory_mb=300, workers=1) as pool:
         pids = score(pool, [{"do": "leak_and_spawn"} for _ in range(20)]).values
@@ -545,25 +414,6 @@ def test_a_function_that_hangs_on_everything_is_given_up_long_before_every_item_
         score(pool, [{"do": "hang"}] * 100)
     given_up = re.search(r"no answer for patience_s=2\.5 s; (\d+) of 100 items get no reward", caplog.text)
     assert 80 < int(given_up[1]) < 100
-
-
-def test_items_that_hang_among_others_do_not_end_the_patience():
-    """An answer restarts the patience, and a few consecutive items without an answer do not exceed it."""
-    rows = [{"do": "hang"} if i % 5 == 0 else {"value": i} for i in range(15)]
-    with RewardPool(CASES, workers=2, timeout_s=3.0, patience_s=0.0, memory_mb=None, max_failed_fraction=1) as pool:
-        result = score(pool, rows)
-    assert [f.index for f in result.failures] == [0, 5, 10]
-    assert result.values == [None if i % 5 == 0 else i for i in range(15)]
-
-
-def test_what_a_call_raises_in_a_thread_is_raised_where_it_is_made():
-    def fails() -> None:
-        raise SystemExit("the function ended")
-
-    with pytest.raises(SystemExit, match="the function ended"):
-        in_thread(fails)
-    assert in_thread(lambda: 3) == [3]
-    assert in_thread(lambda: time.sleep(0.2), seconds=0.0) == []
 
 
 def test_a_function_of_a_session_runs_in_a_thread_and_is_given_up_after_its_time():
@@ -584,15 +434,3 @@ def test_a_function_of_a_session_runs_in_a_thread_and_is_given_up_after_its_time
     assert threading.current_thread() not in threads
     assert all(thread.daemon for thread in threads)
     hanging.set()
-
-
-def test_an_async_function_of_a_session_may_be_called_inside_an_event_loop():
-    async def reward(prompt, response, row):
-        await asyncio.sleep(0)
-        return row["value"]
-
-    async def cell_of_a_notebook():
-        with make(SessionFunction.of(reward)) as pool:
-            return score(pool, values(5)).values
-
-    assert asyncio.run(cell_of_a_notebook()) == [0, 0.5, 1, 1.5, 2]

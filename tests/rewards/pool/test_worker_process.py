@@ -63,16 +63,6 @@ def test_all_processes_that_a_function_started_end_with_its_worker(end, started)
         assert pool.score(["p"], ["r"], [{**row, "ways": (), "end": None}]).values == [1.0]
 
 
-def test_processes_that_outlive_a_call_end_with_the_pool(started):
-    row = {"file": str(started), "ways": WAYS, "end": None}
-    with RewardPool(
-        f"{STARTS}:start_and_end", workers=1, timeout_s=20.0, memory_mb=None, max_failed_fraction=1.0
-    ) as pool:
-        assert pool.score(["p"], ["r"], [row]).values == [1.0]
-        assert all(runs(pid) for pid in pids(started))
-    assert all(gone(pid) for pid in pids(started))
-
-
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_processes_that_a_function_started_end_with_the_run(how, started, tmp_path):
     script = tmp_path / "script.py"
@@ -96,15 +86,3 @@ def test_processes_that_a_function_started_end_with_the_run(how, started, tmp_pa
     run.communicate(timeout=30)
     assert len(pids(started)) == 2 + len(WAYS)
     assert all(gone(pid) for pid in pids(started))
-
-
-def test_a_daemon_that_a_function_left_neither_ends_nor_delays_the_next_worker(started):
-    row = {"file": str(started), "ways": ("double fork",), "end": "SIGKILL"}
-    with RewardPool(
-        f"{STARTS}:start_and_end", workers=1, timeout_s=60.0, memory_mb=None, max_failed_fraction=1.0
-    ) as pool:
-        assert [f.kind for f in pool.score(["p"], ["r"], [row]).failures] == [FailureKind.crash]
-        worker, daemon = pids(started)
-        assert gone(worker)
-        assert runs(daemon)
-        assert pool.score(["p"], ["r"], [{**row, "ways": (), "end": None}]).values == [1.0]

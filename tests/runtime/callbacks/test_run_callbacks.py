@@ -10,11 +10,10 @@ from pathlib import Path
 import pytest
 
 from realign.api import Callback, CallbackResult
-from realign.errors import CheckpointError, ConfigError, RunComplete, RunError
+from realign.errors import ConfigError, RunComplete, RunError
 from realign.records.checkpoint.folder import list_checkpoints
 from realign.runtime import CheckpointSpec, run
 from tests.checkpoint_runs import untimed
-from tests.engines.distributed.run_ranks import run_ranks
 from tests.toys import experiment
 
 EVERY = CheckpointSpec(every_steps=1, keep=9)
@@ -177,11 +176,6 @@ def test_a_result_that_is_no_result_is_an_error_that_names_the_callback(tmp_path
         run(experiment(tmp_path), callbacks={"bad": Returns(returned)})
 
 
-def test_two_callbacks_with_one_metric_are_an_error(tmp_path):
-    with pytest.raises(RunError, match=r"callbacks\.b\.on_step returned metric 'double_reward'"):
-        run(experiment(tmp_path, callbacks={"a": Recorder(), "b": Returns(CallbackResult({"double_reward": 1.0}))}))
-
-
 def test_a_bug_of_a_callback_keeps_its_traceback_and_names_its_key(tmp_path):
     class Buggy(Callback):
         def on_step(self, event):
@@ -210,40 +204,3 @@ def test_a_state_that_cannot_be_saved_is_an_error_at_the_start(tmp_path):
 
     with pytest.raises(ValueError, match="type object cannot be saved in a checkpoint"):
         run(experiment(tmp_path), callbacks={"mine": Unsaved()})
-
-
-def test_a_state_that_does_not_fit_names_the_callback_and_the_part_to_skip(tmp_path):
-    class Picky(Recorder):
-        def load_state_dict(self, state):
-            raise KeyError("old")
-
-    run(experiment(tmp_path, checkpoint=EVERY), callbacks={"mine": Recorder()})
-    with pytest.raises(KeyError) as caught:
-        run(experiment(tmp_path, steps=5, resume="auto"), callbacks={"mine": Picky()})
-    assert "Set resume_skip=[callbacks] to resume without it." in caught.value.__notes__[0]
-    result = run(experiment(tmp_path, steps=5, resume="auto", resume_skip=["callbacks"]), callbacks={"mine": Picky()})
-    assert result.series("step") == [0, 1, 2, 3, 4, 5]
-
-
-def test_a_shipped_callback_with_a_strange_state_is_a_checkpoint_error(tmp_path):
-    from realign.runtime.callbacks import EarlyStopping
-
-    run(experiment(tmp_path, checkpoint=EVERY), callbacks={"mine": Recorder()})
-    with pytest.raises(CheckpointError, match=r"callbacks\.mine: the state in the checkpoint does not fit"):
-        run(experiment(tmp_path, steps=5, resume="auto"), callbacks={"mine": EarlyStopping()})
-
-
-def stopped_on_ranks(folder: Path) -> tuple[list[str], list[float], str | None, int]:
-    recorder = Recorder(stop_at=2)
-    result = run(experiment(folder, steps=5, checkpoint=EVERY), callbacks={"mine": recorder})
-    return recorder.calls, result.series("double_reward"), result.stopped, len(result.series("step"))
-
-
-@pytest.mark.slow
-def test_on_two_ranks_rank_0_calls_them_and_its_decision_ends_both(tmp_path):
-    first, second = run_ranks(2, stopped_on_ranks, tmp_path)
-    assert first[0][-1] == "end at 2: stopped callbacks.mine: as told"
-    assert second[0] == []
-    assert first[1:] == second[1:]
-    assert first[2:] == ("callbacks.mine: as told", 3)
-    assert list_checkpoints(tmp_path / "run" / "checkpoints")[-1].read()["callbacks"]["states"]["mine"]["total"] > 0

@@ -10,7 +10,6 @@ from realign.api.memory import MemoryChoice, RoleMemory
 from realign.api.model import ModelFacts
 from realign.cli.launch_table import derived_rows
 from realign.config import build_experiment, compose
-from realign.errors import ConfigError
 from realign.ranks import Ranks
 from realign.runtime.checks import auto_memory, device_estimate
 from realign.runtime.checks.auto_memory import USABLE, decide, with_memory_choices
@@ -74,13 +73,6 @@ def test_layers_are_recomputed_if_training_does_not_fit_otherwise(cuda):
     spec = with_memory_choices(made, having(tight)).models["actor"]
     assert (spec.gradient_checkpointing, spec.inherited) == (True, made.models["actor"].inherited)
     assert made.models["actor"].gradient_checkpointing is Auto.auto
-
-
-@pytest.mark.parametrize("value", [True, False])
-def test_a_given_value_wins(cuda, value):
-    made = experiment(auto=[f"models.actor.gradient_checkpointing={str(value).lower()}"])
-    assert decide(made, having(1)) == []
-    assert with_memory_choices(made, having(1)).models["actor"].gradient_checkpointing is value
 
 
 def test_roles_on_one_device_decide_for_their_own_calls(cuda):
@@ -147,8 +139,3 @@ def test_rank_0_decides_for_all(here, monkeypatch):
 
     monkeypatch.setattr(auto_memory, "current", lambda: Second(1, 2))
     assert with_memory_choices(experiment()).models["actor"].checkpoints
-
-
-def test_another_word_is_an_error(here):
-    with pytest.raises(ConfigError, match=r"gradient_checkpointing: expected bool or auto, found 'ture'"):
-        experiment("models.actor.gradient_checkpointing=ture", auto=())

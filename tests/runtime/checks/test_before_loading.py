@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from realign.api import RPC, GenerationConfig, MicroBatchSpec
+from realign.api import RPC, GenerationConfig
 from realign.data import PromptData, SupervisedData, TextData, WithPretraining
 from realign.engines import OptimizerSpec, Schedule, SharedModel, TransformersModel
 from realign.errors import ConfigError, DataError
@@ -99,13 +99,6 @@ def test_an_error_in_the_open_of_user_code_keeps_its_class_and_gets_the_key_as_a
     with pytest.raises(ZeroDivisionError) as raised:
         open_interfaces(judged_by(Unopened(ZeroDivisionError("by zero")), tmp_path))
     assert (str(raised.value), raised.value.__notes__) == ("by zero", ["while calling evaluation.reward"])
-
-
-def test_a_response_alone_may_not_fill_the_budget(tmp_path):
-    match = r"^microbatch\.max_tokens_per_microbatch=4: this budget is too small .* up to 6 tokens \(.*max_new_tokens\)"
-    with pytest.raises(ConfigError, match=match):
-        check_ready(experiment(tmp_path, microbatch=MicroBatchSpec(max_tokens_per_microbatch=4)))
-    check_ready(experiment(tmp_path, models={"actor": BigramModel()}, microbatch=MicroBatchSpec(None)))
 
 
 ROLE_GENERATION = GenerationConfig(n=2, max_new_tokens=4)

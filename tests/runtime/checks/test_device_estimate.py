@@ -8,7 +8,7 @@ import torch
 from realign.api.memory import RoleMemory
 from realign.config import build_experiment, compose
 from realign.runtime.checks import device_estimate
-from realign.runtime.checks.device_estimate import DeviceEstimate, estimate, show, work_of
+from realign.runtime.checks.device_estimate import DeviceEstimate, estimate, work_of
 from tests.tiny import save_tiny
 
 GRPO = ("interfaces.reward.function=realign.rewards.arithmetic:exact_answer", "data.path=prompts.jsonl")
@@ -126,18 +126,3 @@ def test_what_fits_or_is_unknown_is_no_problem():
     device = DeviceEstimate("cpu", {"actor": RoleMemory("cpu", weights=100)}, free=100)
     assert list(device.problems()) == []
     assert list(replace(device, free=None).problems()) == []
-
-
-def test_free_memory_of_a_host_without_meminfo_is_unknown(monkeypatch, tmp_path):
-    monkeypatch.setattr(device_estimate, "MEMINFO", tmp_path / "none")
-    assert device_estimate.free_memory(torch.device("cpu")) is None
-
-
-def test_free_memory_of_cuda_is_that_of_the_driver(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (5, 7))
-    assert device_estimate.free_memory(torch.device("cuda:0")) == 5
-
-
-@pytest.mark.parametrize(("count", "text"), [(2**20, "1 MiB"), (1500 * 2**20, "1.5 GiB"), (7 * 2**40, "7168.0 GiB")])
-def test_sizes_are_readable(count, text):
-    assert show(count) == text

@@ -6,7 +6,6 @@ import json
 import warnings
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import ClassVar
 
 import pytest
 import torch
@@ -89,17 +88,6 @@ def compared(prompt, responses, row):
 
 
 @dataclass
-class Seven(ModelInterface):
-    """Interface that scores as `parity`, but cannot score given texts."""
-
-    needs_engine: ClassVar[bool] = False
-
-    def inference(self, model, data, mb_spec):
-        rows = data.metadata["row"]
-        return data.with_sequences(rewards=torch.tensor([0.5 * (row["n"] % 2) for row in rows])).select(["rewards"])
-
-
-@dataclass
 class Sampled(BigramModel):
     """Model whose greedy response is `7 7`, and `6 7` for prompts that end with 2 (a fifth of them)."""
 
@@ -127,10 +115,6 @@ def test_a_cheap_function_scores_the_most_common_answer_on_all_rows(tmp_path, na
     assert values["eval/most_common_fraction"] == 16 / 20
     assert values["eval/reward"] == (8 + 0.25 * 10) / 20  # rows 5 and 15 are odd and end with 2
     assert values.get("eval/constant_reward") == ((10 + 0.25 * 10) / 20 if known else None)
-
-
-def test_an_interface_that_cannot_score_texts_has_no_constant_answer():
-    assert "eval/constant_reward" not in evaluated(None, Seven())
 
 
 def test_the_reward_of_one_answer_to_every_prompt_needs_no_call(tmp_path):

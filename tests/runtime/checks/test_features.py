@@ -93,10 +93,6 @@ def test_a_model_that_does_not_read_images_is_an_error():
         check_image_models(experiment, {"actor": reads, "ref": text, "reward": Model("reward", None)})
 
 
-def test_rows_without_images_are_not_checked():
-    check_images(build_experiment(compose([*GRPO, *COMMON[:2], "runtime=ray"])))
-
-
 T5_GRPO = ["experiment=grpo", "interfaces.reward.function=realign.rewards.arithmetic:exact_answer"]
 T5_COMMON = ["models.actor.path=model", "data.path=prompts.jsonl"]
 
@@ -258,11 +254,6 @@ def test_a_critic_replays_only_with_the_model_of_the_actor(critic, replays):
     check_keys(graph, {**interfaces, "reward": MeanToken()})
     (inference,) = (rpc for rpc in graph.rpcs if rpc.name == "critic_inf")
     assert (ROUTER_EXPERTS in inference.inputs) == replays
-
-
-def test_without_the_setting_nothing_is_recorded(tmp_path, policy):
-    made = experiment(tmp_path, policy, GRPOActorInterface(generation=GenerationConfig(n=4, max_new_tokens=6)))
-    assert not any(ROUTER_EXPERTS in (*rpc.inputs, *rpc.outputs) for rpc in made.graph.rpcs)
 
 
 def test_a_dense_model_is_rejected_when_it_is_loaded(tmp_path):

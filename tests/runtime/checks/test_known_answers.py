@@ -159,18 +159,6 @@ def test_the_weighted_sum_of_several_functions_is_compared(tmp_path, verifier):
     assert "mean reward 2.5 of right answers, 0.5 of wrong" in lines[0]
 
 
-def test_an_unknown_column_is_named_with_the_valid_ones(tmp_path, verifier):
-    with pytest.raises(ConfigError, match=r"known_answer=solution: the data has no such column.* one of: answer, n\."):
-        runtime(tmp_path, verifier("right", known_answer="solution"))
-
-
-def test_a_column_without_texts_or_numbers_is_rejected(tmp_path, verifier):
-    with pytest.raises(ConfigError, match=r"row 1: the answer \[1, 2\] is one answer of several numbers, or several"):
-        runtime(tmp_path, verifier("right"), Sums(2, answers=(1, [1, 2])), shuffle=False)
-    with pytest.raises(ConfigError, match="the first 2 rows have no answer"):
-        runtime(tmp_path, verifier("right"), Sums(2, answers=(None, None)))
-
-
 def test_answers_are_found_in_nested_columns_and_read_as_texts(tmp_path, verifier):
     answers = ({"gold": 10.0}, {"gold": ["11", "eleven"]}, {"gold": None}, {"other": "x"})
     reward = verifier("nested", known_answer="answer.gold")
@@ -205,18 +193,6 @@ def test_the_launch_shows_the_line(tmp_path, verifier):
     run(run_, console=console)
     assert "Known answers: interfaces.reward: mean reward 1 of right answers, 0" in console.file.getvalue()
     assert json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 1
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"dense": True}, r"^known_answer: needs one reward per response"),
-        ({"known_answer_template": "x"}, r"^known_answer_template='x': must contain \{answer\}"),
-    ],
-)
-def test_settings_that_do_not_fit_are_refused(verifier, settings, message):
-    with pytest.raises(SettingsError, match=message):
-        verifier("right", **settings)
 
 
 def test_an_environment_refuses_a_reward_with_known_answers(verifier):

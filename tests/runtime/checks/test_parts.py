@@ -78,13 +78,6 @@ def test_a_key_that_is_computed_for_a_component_and_read_by_none_is_refused():
     check(Keys(needs={"input_ids": ""}, uses=frozenset({"ref_logprobs"})), "input_ids", "ref_logprobs")
 
 
-def test_other_keys_may_be_unread_and_are_listed():
-    keys = Keys(needs={"input_ids": ""})
-    check(keys, "input_ids", "turns")
-    roles = {"actor": Declared({"train_step": keys}), "ref": Declared()}
-    assert unread_inputs(graph("input_ids", "turns"), roles) == {"train": ["turns"]}
-
-
 def test_an_interface_that_declares_no_keys_is_taken_to_read_all_of_them():
     check(Keys(), "input_ids", "ref_logprobs")
     roles = {"actor": Declared(), "ref": Declared()}

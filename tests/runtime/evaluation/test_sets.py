@@ -14,7 +14,7 @@ from realign.interfaces import grpo, sft
 from realign.interfaces.rule_reward import RuleRewardInterface
 from realign.records.metrics.samples import readable
 from realign.rewards.terms import FunctionTerm
-from realign.runtime import Evaluation, Experiment, LossEvaluation, run
+from realign.runtime import Evaluation, Experiment, run
 from realign.runtime.checks.parts import check_parts
 from realign.runtime.local import LocalRuntime
 from tests.config_parts import Bigram, CountThrees, Prompts
@@ -159,12 +159,6 @@ def test_wrong_settings_of_pass_at_k_are_named(settings, message):
         Evaluation(Prompts(4), CountThrees(), SAMPLED, **settings)
 
 
-def test_the_deciding_function_must_exist(tmp_path):
-    measured = Evaluation(Prompts(4), None, SAMPLED, pass_at=[1], success_of="acuracy")
-    with pytest.raises(ConfigError, match=r"evaluation\.success_of=acuracy: .*valid: starts_with_3, threes"):
-        check_parts(experiment(tmp_path, evaluation=measured))
-
-
 def test_a_graph_without_rewards_cannot_score(tmp_path):
     with pytest.raises(ConfigError, match=r"evaluations\.math\.reward is not set, and no RPC of the graph writes"):
         check_parts(
@@ -175,11 +169,6 @@ def test_a_graph_without_rewards_cannot_score(tmp_path):
                 evaluations={"math": Evaluation(Prompts(4))},
             )
         )
-
-
-def test_a_role_that_is_absent_is_named_with_its_set(tmp_path):
-    with pytest.raises(ConfigError, match=r"evaluations\.math\.role=critic: this role has no model"):
-        check_parts(experiment(tmp_path, evaluations={"math": LossEvaluation(Prompts(4), role="critic")}))
 
 
 def test_torch_is_deterministic_for_equal_sets(tmp_path):

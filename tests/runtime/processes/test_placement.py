@@ -117,21 +117,6 @@ def test_a_mistake_is_named_before_anything_is_started(tmp_path, placement, mess
         check_ready(experiment(tmp_path, placement))
 
 
-def test_mistakes_about_rollout_workers(tmp_path):
-    ahead = Async()
-    with pytest.raises(ConfigError, match=r"placement\.rollout\.offload: not valid for rollout workers"):
-        plan_groups(experiment(tmp_path, {"rollout": {"offload": True}}, rollout=ahead))
-    models = {role: BigramModel() for role in ("actor", "ref", "critic", "rollout")}
-    with pytest.raises(ConfigError, match=r"models\.rollout: rollout=async reserves this name"):
-        plan_groups(experiment(tmp_path, models=models, rollout=ahead))
-
-
-def test_without_ray_one_line_names_the_extra(tmp_path, monkeypatch):
-    monkeypatch.setattr("realign.runtime.processes.placement.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"runtime=ray needs the package ray\. Run pip install 'realign-rl\[ray\]'"):
-        check_ready(experiment(tmp_path))
-
-
 def test_a_device_has_no_number_where_each_process_has_one_of_its_own(tmp_path):
     models = {role: TransformersModel("nowhere", device="cuda:1") for role in ("actor", "ref", "critic")}
     with pytest.raises(

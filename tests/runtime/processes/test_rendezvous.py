@@ -18,7 +18,6 @@ from unittest import mock
 import pytest
 import yaml
 
-from realign import ranks
 from realign.cli import commands as cli
 from realign.ranks import current
 from realign.records.checkpoint.folder import list_checkpoints
@@ -280,29 +279,6 @@ def failed_starts(ports: Mapping[str, int]) -> dict[str, tuple[int, str] | None]
                 other.listen()
             starts["port in use"] = command(ports["port in use"], [0])
     return starts
-
-
-@pytest.mark.parametrize(
-    ("address", "launched", "limit"),
-    [("127.0.0.1", False, "60 seconds"), ("10.0.0.1", False, "10 minutes"), ("localhost", True, "10 minutes")],
-)
-def test_a_long_wait_names_once_per_machine_the_variables_behind_it(monkeypatch, capfd, address, launched, limit):
-    """Left over in a notebook or a container, they name ranks that nobody has started."""
-    monkeypatch.setattr(rendezvous, "PATIENCE_S", 0.0)
-    monkeypatch.setenv("MASTER_ADDR", address)
-    if launched:
-        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
-    else:
-        monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    for local in ("0", "1"):
-        monkeypatch.setenv("LOCAL_RANK", local)
-        wait = rendezvous._Wait(ranks.Ranks(0, 2))
-        assert not wait.is_over("rank 1 of 2")
-        assert not wait.is_over("rank 1 of 2")
-    assert capfd.readouterr().err == (
-        f"waiting for rank 1 of 2, up to {limit}. If you didn't start several ranks, unset RANK WORLD_SIZE MASTER_ADDR "
-        "MASTER_PORT.\n"
-    )
 
 
 @pytest.mark.slow

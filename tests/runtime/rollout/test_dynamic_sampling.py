@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from realign.api import RPC, DataflowGraph, GenerationConfig, ModelInterface, SequenceSample
-from realign.errors import ConfigError, RunError, SettingsError
+from realign.errors import ConfigError, RunError
 from realign.interfaces.components import KLPenalty, KLPlace
 from realign.interfaces.grpo import GRPOActorInterface
 from realign.interfaces.ppo import PPOActorInterface, dataflow
 from realign.interfaces.reference import ReferenceInterface
-from realign.runtime import DynamicSampling, run
+from realign.runtime import DynamicSampling
 from realign.runtime.checks.parts import check_parts
 from realign.runtime.local import LocalRuntime
 from tests.toys import GENERATION, BigramModel, Prompts, experiment
@@ -134,23 +134,6 @@ def test_a_step_without_any_prompt_that_passes_says_what_it_saw(rewards, message
         fill(DynamicSampling(), 2, judged(rewards))
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"min_reward_std": -1.0}, r"min_reward_std=-1\.0: must be at least 0 and finite, or null"),
-        ({"min_group_size": 0}, r"min_group_size=0: must be at least 1"),
-        ({"max_batches": 0}, r"max_batches=0: must be at least 1"),
-        ({"generation_prompts": 0}, r"generation_prompts=0: must be at least 1"),
-        ({"min_reward_std": None}, "min_reward_std=null: no filter is set"),
-        ({"min_group_size": 1}, "min_group_size=1: the reward of a single response"),
-        ({"min_mean_reward": 1.0, "max_mean_reward": 1.0}, r"min_mean_reward=1: must be below max_mean_reward=1"),
-    ],
-)
-def test_settings_that_cannot_work_are_refused(settings, message):
-    with pytest.raises(SettingsError, match=message):
-        DynamicSampling(**settings)
-
-
 @dataclass
 class FirstWords(ModelInterface):
     """Reward 1 if token 3 was sampled, else 0. It is constant for groups whose prompt ends in 2 or 3."""
@@ -226,17 +209,6 @@ def test_batches_of_one_step_have_random_numbers_of_their_own(tmp_path):
     assert first != second
 
 
-def test_a_filter_that_everything_passes_changes_nothing(tmp_path):
-    open_wide = DynamicSampling(min_reward_std=None, min_mean_reward=-1.0)
-    with_, without = (
-        run(dynamic(tmp_path, dynamic_sampling=sampling, output_dir=tmp_path / str(i), data=Prompts(24)))
-        for i, sampling in enumerate((open_wide, None))
-    )
-    assert with_.series("dynamic_sampling/accepted_fraction") == [1, 1, 1]
-    for metric in ("loss", "reward", "grad_norm", "approx_kl"):
-        assert with_.series(metric) == without.series(metric)
-
-
 def test_a_run_goes_on_where_the_number_of_drawn_batches_says(tmp_path):
     def ids(runtime: LocalRuntime, steps) -> list[tuple]:
         return [runtime.step(step)[1].ids for step in steps]
@@ -307,8 +279,3 @@ def test_what_cannot_be_filtered_is_refused_before_anything_is_loaded(tmp_path):
     late = replace(generate, after=("train",))
     with pytest.raises(ConfigError, match="repeats the RPCs that lead to 'rewards', and RPC 'train' among them trains"):
         check_parts(dynamic(tmp_path, graph=graph_of(train, late, *rest), **others))
-
-
-def test_more_prompts_than_rows_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"batch_prompts=8: the dataset has 7 rows, and dynamic_sampling uses"):
-        LocalRuntime(dynamic(tmp_path, data=Prompts(7)))

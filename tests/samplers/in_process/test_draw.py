@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from realign.api import GenerationConfig, SequenceSample
 from realign.models.network.heads import read_head
 from realign.samplers.in_process import draw as sampling
-from realign.samplers.in_process.draw import GAMMA, draw, most_likely, product_of_ones, response_keys, sample, uniforms
+from realign.samplers.in_process.draw import GAMMA, draw, most_likely, response_keys, sample, uniforms
 from realign.samplers.in_process.generate import generate
 from realign.samplers.in_process.rollout_model import RolloutModel
 from realign.samplers.in_process.settings import InProcessSampling
@@ -141,16 +141,6 @@ def test_frequencies_and_logprobs_are_those_of_the_distribution(config):
     possible = want_V > 0
     chi_square = ((counts_V - n * want_V)[possible] ** 2 / (n * want_V)[possible]).sum()
     assert chi_square < 24  # 6 degrees of freedom: exceeded for one seed in 2000
-
-
-def test_a_product_with_ones_is_the_running_sum():
-    x_NK = torch.rand(5, 300, generator=generator())
-    assert torch.allclose(product_of_ones(x_NK), x_NK.cumsum(-1, dtype=torch.float64), rtol=1e-14, atol=0)
-
-
-def test_rows_that_are_not_finite_give_a_logprob_that_is_not_finite():
-    _, logprobs_N, _ = sample(torch.full((2, 5), torch.nan), GenerationConfig(), numbers(2))
-    assert logprobs_N.isnan().all()
 
 
 @given(

@@ -122,11 +122,6 @@ def test_the_usual_command_has_the_arguments_that_settings_need(kind, settings, 
     assert command == [*plain.command_line("where", Path("m"), 1), *words]
 
 
-def test_an_adapter_with_a_larger_rank_than_the_server_supports_is_an_error():
-    with pytest.raises(ConfigError, match=r"trains.rank=600: vLLM supports at most 512. Set sampler.lora=merged"):
-        Vllm(lora="adapter").command_line("where", Path("m"), 1, 600)
-
-
 def test_a_server_that_does_not_start_ends_the_run_with_its_output(tmp_path):
     spec = Vllm(launch="{python} -c \"print('no-such-model')\"", restarts=1, weights_dir=str(tmp_path))
     with pytest.raises(TransientError, match=r"(?s)models\.actor\.sampler: the server ended 2 times.*no-such-model"):

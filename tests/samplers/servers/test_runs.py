@@ -12,7 +12,6 @@ import pytest
 
 from realign.api import Model, ModelSpec
 from realign.errors import ConfigError, TransientError
-from realign.interfaces.grpo import GRPOActorInterface
 from realign.ranks import Ranks, current
 from realign.records.checkpoint.folder import list_checkpoints
 from realign.runtime import Async, CheckpointSpec, run
@@ -25,7 +24,7 @@ from realign.samplers.servers.vllm import Vllm
 from realign.testing import BigramEngine
 from tests.engines.distributed.run_ranks import run_ranks
 from tests.samplers.servers.fake_server import FakeServer, random_table
-from tests.toys import GENERATION, CountToken, Digits
+from tests.toys import Digits
 from tests.toys import experiment as toy
 
 
@@ -165,27 +164,6 @@ def test_ranks_resume_what_rank_0_sampled_ahead(tmp_path, server):
     assert first == other
     assert len(first["loss"]) == 5
     assert max(first["rollout/version_lag"]) <= 2
-
-
-class Broken(CountToken):
-    """Reward that fails."""
-
-    def inference(self, model, data, mb_spec):
-        raise ValueError("the reward is broken")
-
-
-def error_of_a_run(folder, url):
-    interfaces = {"actor": GRPOActorInterface(generation=GENERATION), "reward": Broken()}
-    try:
-        on_ranks(folder, url, Async(), interfaces=interfaces)
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.slow
-def test_a_reward_that_fails_in_a_thread_of_rank_0_ends_all_ranks(tmp_path, server):
-    assert run_ranks(2, error_of_a_run, tmp_path, server.url) == ["the reward is broken"] * 2
 
 
 def error_after_a_step(folder, url):

@@ -33,7 +33,6 @@ from tests.samplers.servers.fake_server import (
     KINDS,
     Adapted,
     FakeServer,
-    Scoring,
     Table,
     logits_from,
     prompts,
@@ -340,15 +339,6 @@ def test_a_request_that_fails_alone_is_given_up_alone(servers, connect, kind):
     assert len(sampler.submit(request()).result(30).ids) == 40
 
 
-@pytest.mark.parametrize("status", [302, 401, 404])
-def test_a_status_that_repeats_is_an_error_of_the_settings(servers, connect, kind, status):
-    (server,) = servers()
-    sampler = connect([server])
-    server.faults[SAMPLE[kind]] = [fake_server.status(status)]
-    with pytest.raises(ConfigError, match=rf"actor.sampler: .* rejects a request: .* status {status}: .*broken"):
-        sampler.submit(request()).result(30)
-
-
 def test_a_server_that_hangs_during_an_update_is_taken_out_of_use(servers, connect, kind):
     pair = servers(2)
     sampler = connect(pair, update_timeout_s=3)
@@ -368,27 +358,6 @@ def test_without_any_server_the_run_ends_with_a_transient_error(servers, connect
     sampler.update(NEW, 1)  # the step that trained these weights is complete
     with pytest.raises(TransientError, match="no server worked"):
         sampler.submit(request())
-
-
-class Full(Scoring):
-    def save(self, path):
-        raise OSError(28, "No space left on device")
-
-
-def test_weights_without_space_end_the_run_at_the_next_call_that_samples(servers, connect):
-    (server,) = servers()
-    sampler = connect([server])
-    sampler.update(Full(NEW.logits_VV), 1)  # the step that trained these weights is complete
-    with pytest.raises(TransientError, match=r"models.actor.sampler: .*No space left on device. Set weights_dir"):
-        sampler.submit(request())
-
-
-def test_two_runs_cannot_share_a_server(servers, connect):
-    (server,) = servers()
-    first = connect([server])
-    connect([server])
-    with pytest.raises(ConfigError, match=r"got weights from another run"):
-        first.submit(request()).result(30)
 
 
 BASE = random_table(20).logits_VV
@@ -443,12 +412,6 @@ def test_a_server_that_lost_its_adapter_gets_base_model_and_adapter_again(server
     done = sampler.submit(request(9)).result(30)
     torch.testing.assert_close(done.logprobs, expected_logprobs(adapted(22), done.ids.tolist(), 2))
     assert len(paths(server, LOAD[kind])) == 3
-
-
-def test_adapters_need_an_engine_that_has_them(servers, kind):
-    (server,) = servers()
-    with pytest.raises(ConfigError, match=r"models.actor.sampler.lora=adapter: the engine has no LoRA adapters"):
-        KINDS[kind](urls=[server.url], lora="adapter").open("actor", START, None)
 
 
 @pytest.mark.parametrize("lora", ["merged", "adapter"])
@@ -626,13 +589,6 @@ def test_a_server_without_the_receiver_gets_all_weights(connect_deltas):
     assert torch.equal(server.logits_VV, few_changes(2).logits_VV.bfloat16())
 
 
-@pytest.mark.parametrize("settings", [{"kind": "sglang"}, {"lora": "adapter"}])
-def test_deltas_that_no_server_would_take_are_an_error(settings):
-    spec = KINDS[settings.pop("kind", "vllm")](urls=["http://127.0.0.1:1"], updates="delta", **settings)
-    with pytest.raises(ConfigError, match=r"x.updates=delta: .* Set updates=full"):
-        spec.check("x")
-
-
 def test_a_server_of_the_run_starts_with_the_receiver(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "/of/the/run")
     spec = Vllm(updates=Updates.delta, arguments="--dtype bfloat16")
@@ -661,12 +617,6 @@ def test_an_api_key_is_sent_to_its_host_only(servers, connect, kind, monkeypatch
     server.faults[HEALTH[kind]] = [record]
     connect([server])
     assert seen == [sent]
-
-
-def test_greedy_requests_with_a_temperature_are_rejected(servers, connect):
-    (server,) = servers()
-    with pytest.raises(ValueError, match=r"log-probs at temperature 1. Set temperature=1"):
-        connect([server]).submit(request(greedy=True, temperature=0.5))
 
 
 WORDS = VOCAB
@@ -728,74 +678,3 @@ def test_all_ranks_get_the_responses_of_the_servers_of_rank_0(tmp_path, settings
     else:
         assert list(server.adapters) == [server.label]
     assert len([path for path, body in server.requests if path == "/v1/completions"]) == 12
-
-
-class OfRankZero(Scoring):
-    """Weights that rank 0 writes and every rank can score with, as sharded engines do."""
-
-    def save(self, path):
-        if current().leader:
-            super().save(path)
-
-    def forward(self, data, mb_spec, post_hook):
-        current().barrier()
-        return super().forward(data, mb_spec, post_hook)
-
-
-def update_and_wake(folder: Path, url: str):
-    """Return the error of an update while the servers sleep, and of waking them; an empty text without one."""
-    spec = Vllm(urls=[url], weights_dir=str(folder / "weights"), sleep_level=2)
-    sampler = spec.open("actor", OfRankZero(random_table(0).logits_VV), range(12))
-    errors = []
-    for call in (sampler.sleep, lambda: sampler.update(OfRankZero(random_table(1).logits_VV), 1), sampler.wake):
-        try:
-            call()
-            errors.append("")
-        except ConfigError as error:
-            errors.append(str(error))
-    sampler.close()
-    return errors
-
-
-def update_without_space(folder: Path, url: str):
-    """Return the error of the call that samples after an update."""
-    spec = Vllm(urls=[url], weights_dir=str(folder / "weights"))
-    sampler = spec.open("actor", OfRankZero(random_table(0).logits_VV), range(12))
-    sampler.update(Full(random_table(1).logits_VV), 1)
-    try:
-        sampler.generate(three_prompts(), GenerationConfig(max_new_tokens=2), seed=1)
-    except TransientError as error:
-        return str(error)
-    finally:
-        sampler.close()
-
-
-@pytest.mark.slow
-def test_weights_without_space_end_all_ranks_at_the_next_call_that_samples(tmp_path):
-    server = FakeServer("vllm", random_table(0))
-    try:
-        errors = run_ranks(2, update_without_space, tmp_path, server.url)
-    finally:
-        server.close()
-    assert all("No space left on device. Set weights_dir" in error for error in errors)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("honest", [True, False])
-def test_all_ranks_compare_what_servers_sample_with_the_trainer(tmp_path, honest):
-    server = FakeServer("vllm", random_table(5))
-
-    def tamper(path, body, reply):
-        if path == "/v1/completions" and server.sleeps and "token_ids" in reply[1]["choices"][0] and not honest:
-            choice = reply[1]["choices"][0]
-            choice["logprobs"]["token_logprobs"] = [0.0] * len(choice["token_ids"])
-        return reply
-
-    server.tamper = tamper
-    try:
-        by_rank = run_ranks(2, update_and_wake, tmp_path, server.url)
-    finally:
-        server.close()
-    assert [errors[:2] for errors in by_rank] == [["", ""]] * 2
-    assert all(("does not return what it samples" in errors[2]) is not honest for errors in by_rank)
-    assert all((errors[2] == "") is honest for errors in by_rank)
