@@ -228,7 +228,7 @@ class TransformersModel(Settings, ModelSpec):
     def rate_by_size(self, name: str) -> tuple[float, int] | None:
         if self.optimizer is None or self.optimizer.lr is not None:
             return None
-        # A launch table asks before the model is downloaded. It shall not wait for the hub, least of all without network.
+        # A launch table asks before the model is downloaded, and must not wait for a hub that may be out of reach.
         if (folder := config_folder(self._base_path(name))) is None:
             return None
         weights = self._shape(name, str(folder)).parameters
