@@ -10,6 +10,7 @@ import pytest
 from realign.chat_template import render
 from realign.data import PromptData
 from realign.data.writer import Template
+from realign.environments.turns import TurnWriter
 from realign.errors import DataError
 from tests.data.text_tokenizer import make_tokenizer
 
@@ -47,3 +48,10 @@ def test_no_row_chooses_a_template(tmp_path):
         rows.write_text(json.dumps(row | {"chat_template_kwargs": options}) + "\n")
         with pytest.raises(DataError, match=f"line 1: the options of the chat template name '{next(iter(options))}'"):
             data.load(tokenizer)
+
+
+def test_a_template_that_fails_for_an_observation_fails_that_episode_only():
+    writer = TurnWriter(make_tokenizer(chat_template="{{ messages[-2].content }}" + NO), chat=True)
+    with pytest.raises(ValueError, match=r"^the chat template failed: TemplateError: no"):
+        writer.between("no", [])
+    assert writer.between("a", [])

@@ -323,3 +323,33 @@ def test_prompts_whose_gradient_is_not_finite_are_named_by_their_place_in_the_da
     with pytest.warns(UserWarning, match="from the loss of id '2@0'"):
         values, _ = LocalRuntime(experiment(tmp_path, path, **settings)).step(1)
     assert values["nonfinite_steps"] == 1.0
+
+
+def test_rows_said_twice_are_prompts_of_their_own(tmp_path):
+    path = model_folder(tmp_path / "model")
+    data = PromptData(rows(tmp_path / "rows.jsonl", ["1+1="] * 3, id="same"))
+    _, batch = LocalRuntime(experiment(tmp_path, path, data=data, batch_prompts=3)).step(1)
+    assert sorted(batch.ids) == ["0@0", "1@0", "2@0"]
+    assert batch.lengths["input_ids"].counts.tolist() == [4, 4, 4]
+
+
+def test_a_run_whose_every_loss_is_not_finite_ends_with_the_ids(tmp_path):
+    path = model_folder(tmp_path / "model")
+
+    class Poisoned(GRPOActorInterface):
+        def loss(self, output, minibatch):
+            total, stats = super().loss(output, minibatch)
+            return total * math.nan, stats
+
+    models = {"actor": TransformersModel(path, optimizer=OptimizerSpec(lr=1e-3, max_nonfinite_in_a_row=2))}
+    parts = {
+        "actor": Poisoned(generation=GenerationConfig(n=4, max_new_tokens=6)),
+        "reward": RuleRewardInterface(function=f"{__file__}:length", workers=0),
+    }
+    with (
+        pytest.warns(
+            UserWarning, match="The step is skipped and training continues. Consecutive skips: 1; the run ends at 2."
+        ),
+        pytest.raises(RunError, match=r"of 2 consecutive optimizer steps was not finite.*ids '\d@0', '\d@0'"),
+    ):
+        run(experiment(tmp_path, path, models=models, interfaces=parts))

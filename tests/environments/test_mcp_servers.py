@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import traceback
+from contextlib import contextmanager
 
 import pytest
 
 from realign.environments.tools import McpServer, load_tools
 from realign.errors import ConfigError
+from tests.bad_answers import BAD, answered, bad_server
 from tests.environments.environment_fixtures import COMMAND
 
 pytestmark = pytest.mark.slow
@@ -113,3 +116,78 @@ def test_a_secret_of_the_environment_is_inserted_into_the_url_and_never_shown(mo
 
 def test_a_url_is_reached_over_http():
     assert McpServer.of("http://127.0.0.1:9/mcp") == McpServer(url="http://127.0.0.1:9/mcp")
+
+
+SILENT = {"a dripping body", "dripping headers", "endlessly provisional", "silence"}
+"""Answers that an episode waits for until its deadline."""
+
+
+def rpc(request, **answer):
+    return answered(json.dumps({"jsonrpc": "2.0", "id": request["id"], **answer}).encode())
+
+
+@contextmanager
+def mcp_server(calls, *, method="tools/call"):
+    """Serve MCP over HTTP with a tool for each of `calls`, which answers a request of this method."""
+    tools = [{"name": name, "inputSchema": {"type": "object"}} for name in calls]
+    ours = {"name": "x", "version": "1"}
+
+    def answer(request, number):
+        if request is None or "id" not in request:
+            return answered(b"", "202 Accepted" if request else "405 No")
+        if request["method"] == method:
+            return calls[request["params"].get("name", next(iter(calls)))](request)
+        if request["method"] == "initialize":
+            version = request["params"]["protocolVersion"]
+            return rpc(request, result={"protocolVersion": version, "capabilities": {"tools": {}}, "serverInfo": ours})
+        if request["method"] == "tools/list":
+            return rpc(request, result={"tools": tools})
+        return rpc(request, error={"code": -32601, "message": "no"})
+
+    with bad_server(answer) as url:
+        yield url
+
+
+async def told(url, name):
+    """Call a tool in an episode of its own; return its text, or the error of the episode."""
+    try:
+        async with asyncio.timeout(20 if name not in SILENT else 2), load_tools([], [url]).open() as tools:
+            return await tools.call(name, "{}")
+    except Exception as error:
+        return error
+
+
+def test_a_server_that_fails_fails_its_episode_and_is_not_what_the_policy_did_wrong(monkeypatch):
+    """Each tool fails in another way."""
+    monkeypatch.setattr("realign.rewards.pool.http.LARGEST_ANSWER", 2**21)
+    bad = {name: lambda request, name=name: BAD[name]() for name in BAD}
+    wrong = {
+        "no content": lambda request: rpc(request, result={}),
+        "no part": lambda request: rpc(request, result={"content": [None]}),
+        "a fault of the server": lambda request: rpc(request, error={"code": -32603, "message": "no disk"}),
+    }
+    text = {"content": [{"type": "text", "text": "42"}]}
+    good = {
+        "late": lambda request: [0.1, *rpc(request, result=text)],
+        "a fault of the policy": lambda request: rpc(request, error={"code": -32602, "message": "no n"}),
+        "a fault of the tool": lambda request: rpc(request, error={"code": 0, "message": "n < 0"}),
+    }
+
+    async def episodes(url):
+        return await asyncio.gather(*(told(url, name) for name in calls))
+
+    calls = bad | wrong | good
+    with mcp_server(calls) as url:
+        answers = dict(zip(calls, asyncio.run(episodes(url)), strict=True))
+    assert {name: answer for name, answer in answers.items() if isinstance(answer, str)} == {
+        "late": "42",
+        "a fault of the policy": "error: ValueError: no n",
+        "a fault of the tool": "error: ValueError: n < 0",
+    }
+    assert {name: error for name, error in answers.items() if isinstance(error, TimeoutError) != (name in SILENT)} == {}
+    for name in (bad.keys() | wrong.keys()) - SILENT:
+        assert isinstance(answers[name], ConnectionError)
+        assert "MCP server" in str(answers[name])
+        assert len(str(answers[name]).splitlines()) == 1
+    assert "the answer has more than 2,097,152 bytes" in str(answers["an endless body"])
+    assert "the answer is compressed" in str(answers["a compression bomb"])

@@ -33,6 +33,7 @@ from tests.samplers.servers.fake_server import (
     KINDS,
     Adapted,
     FakeServer,
+    Scoring,
     Table,
     logits_from,
     prompts,
@@ -678,3 +679,16 @@ def test_all_ranks_get_the_responses_of_the_servers_of_rank_0(tmp_path, settings
     else:
         assert list(server.adapters) == [server.label]
     assert len([path for path, body in server.requests if path == "/v1/completions"]) == 12
+
+
+def test_weights_without_space_end_the_run_at_the_next_call_that_samples(servers, connect):
+    (server,) = servers()
+    sampler = connect([server])
+    sampler.update(Full(NEW.logits_VV), 1)  # the step that trained these weights is complete
+    with pytest.raises(TransientError, match=r"models.actor.sampler: .*No space left on device. Set weights_dir"):
+        sampler.submit(request())
+
+
+class Full(Scoring):
+    def save(self, path):
+        raise OSError(28, "No space left on device")
