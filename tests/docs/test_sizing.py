@@ -37,9 +37,7 @@ MODELS = {
 WORK = MemoryWork(trains=True, scores=True, samples=False, tokens=16384, optimizer_step_tokens=10**6)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name == "7B" else pytest.mark.slow) for name in MODELS]
-)
+@pytest.mark.parametrize("name", MODELS)
 def test_the_sizes_of_a_model_are_those_of_the_estimate(name):
     sizes = MODELS[name]
     kind = LlamaConfig if name == "70B" else Qwen2Config

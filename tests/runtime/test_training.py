@@ -26,7 +26,7 @@ from realign.runtime.local import LocalRuntime
 from realign.runtime.processes.watchdog import Watch
 from realign.runtime.training import activity
 from tests import checkpoint_runs
-from tests.checkpoint_runs import RUNS, assert_same_run, start_anywhere, started
+from tests.checkpoint_runs import assert_same_run, start_anywhere, started
 from tests.engines.distributed.run_ranks import run_ranks
 from tests.toys import GENERATION, CountToken, experiment
 
@@ -110,7 +110,7 @@ FEW = ("ppo", "rft", "curriculum")
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
-        *(pytest.param(name, {}, marks=[] if name in FEW else pytest.mark.slow) for name in RUNS),
+        *((name, {}) for name in FEW),
         ("grpo", {"rollout": Async(max_staleness=0), "evaluation": None}),
     ],
 )

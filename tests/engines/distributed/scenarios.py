@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import errno
 import os
 from collections.abc import Sequence
@@ -353,21 +352,6 @@ def calls(folder: Path, **settings: Any) -> dict[str, Any]:
     return results
 
 
-def divided(folder: Path) -> dict[str, Any]:
-    """Train and sample with tensor parallelism over two ranks, and restore a state. A single process runs without
-    sharding."""
-    results: dict[str, Any] = {}
-    for family in ("llama", "qwen2", "qwen3"):
-        model = load(folder, family, sharding=Sharding(tensor=2))
-        state = copy.deepcopy(whole_tree(model.engine.state_dict()))
-        results[family] = steps(model)
-        model.engine.load_state_dict(state)
-        prompts = SequenceSample.from_sequences(["a", "b"], {"prompt_ids": [[[5, 6, 7]], [[8]]]})
-        rollout = model.engine.generate(prompts, GenerationConfig(n=2, max_new_tokens=4), seed=1)
-        results[family] |= {"tokens": rollout["input_ids"], "state": state["module"]}
-    return results
-
-
 def low(folder: Path) -> dict[str, Any]:
     """Train in bfloat16 with a value head. Return the metrics, and the dtypes of the weights (fp32)."""
     model = load(folder, dtype="bfloat16", head=Causal(ValueHead(init="normal")))
@@ -678,6 +662,4 @@ def of_a_group(folder: Path) -> dict[str, Any]:
     more = {"low": low(folder), "kept": kept(folder, own, others), "mistakes": mistakes(folder)}
     more["faults of one rank"] = faults_of_one_rank(folder)
     more["reduced once"] = reduced_once(folder)
-    if current().size == 2:
-        more["divided"] = divided(folder)
     return {**scenarios(folder), **more, "dropout": load(folder, dropout=0.1).engine.dropout_seed()}

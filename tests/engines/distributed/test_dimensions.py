@@ -27,14 +27,6 @@ NAMES = {
 FOURS = [
     *in_turn(["tensor=2", "tensor=2 x replicate=2", "pipeline=2 x tensor=2"], [run.__name__ for run in TENSOR]),
     *in_turn(["expert=2", "expert=2 x replicate=2", "expert=4", "expert=2 x tensor=2"], NAMES["expert"]),
-    *(
-        pytest.param(mesh, names, id=f"{mesh}, experts", marks=[pytest.mark.slow, pytest.mark.very_slow])
-        for mesh, names in {
-            "tensor=2": NAMES["expert"],
-            "tensor=2 x replicate=2": NAMES["expert"],
-            "pipeline=2 x tensor=2": ["lora_of_experts"],
-        }.items()
-    ),
 ]
 """Meshes of four ranks and the runs on them."""
 
@@ -117,11 +109,7 @@ def test_divided_experts_multiply_in_bfloat16(folder: Path, sharding: dict[str, 
 @pytest.mark.parametrize(
     ("model", "ranks", "sharding"),
     [
-        ("dense", 2, {}),
-        ("dense", 2, {"tensor": 2}),
         ("dense", 4, {"tensor": 2}),
-        ("experts", 2, {"expert": 2}),
-        ("experts", 4, {"expert": 2}),
         ("experts", 4, {"expert": 2, "tensor": 2}),
     ],
     ids=str,
@@ -141,8 +129,6 @@ def test_collectives_transfer_what_the_formula_says(
     ("model", "ranks", "sharding"),
     [
         ("dense", 2, {"tensor": 2}),
-        pytest.param("dense", 4, {"tensor": 2}, marks=pytest.mark.slow),
-        pytest.param("dense", 4, {"tensor": 2, "replicate": 2}, marks=pytest.mark.slow),
         pytest.param("experts", 4, {"expert": 2, "tensor": 2}, marks=pytest.mark.slow),
     ],
     ids=str,

@@ -17,12 +17,11 @@ from tests.tiny import save_tiny, tiny_tokenizer
 
 PAIRS = {"replicate": Sharding(replicate=2), "context": Sharding(context=2), "pipeline": Sharding(pipeline=2)}
 """A dimension each, on two ranks."""
-BOTH = "replicate, context"
 FOURS = {
     "replicate": Sharding(replicate=2),
     "context": Sharding(context=2),
     "context alone": Sharding(context=4, reduce_once=True),
-    BOTH: Sharding(replicate=2, context=2),
+    "replicate, context": Sharding(replicate=2, context=2),
 }
 """Meshes of four ranks; what they leave are ranks of `shard`."""
 DENSE = {
@@ -90,10 +89,7 @@ def test_models_whose_sequences_cannot_be_divided_are_refused_on_every_rank(tmp_
 
 @pytest.mark.parametrize(
     ("mesh", "names"),
-    [
-        pytest.param(BOTH, tuple(scenarios.ON_MESHES), id=BOTH, marks=pytest.mark.slow),
-        *in_turn([mesh for mesh in FOURS if mesh != BOTH], tuple(scenarios.ON_MESHES)),
-    ],
+    in_turn(tuple(FOURS), tuple(scenarios.ON_MESHES)),
 )
 def test_every_algorithm_and_network_trains_on_any_mesh_as_in_one_process(
     folder: Path, alone: Alone, mesh: str, names: tuple[str, ...]
@@ -149,7 +145,7 @@ def test_a_checkpoint_of_any_mesh_resumes_on_any_other(folder: Path, tmp_path: P
         assert results["problems"] == []
         for start in ("end", "own", "one"):
             assert_same(results[start], expected, start)
-    others = (Sharding(context=2, tensor=2), Sharding(replicate=2, tensor=2), Sharding(pipeline=2), Sharding())
+    others = (Sharding(context=2, tensor=2), Sharding(pipeline=2))
     for other in others:
         for results in run_ranks(4, scenarios.resumed_on, other, folder, four):
             assert_same(results, expected)

@@ -35,8 +35,8 @@ def alone(folder: Path) -> Alone:
 
 @pytest.fixture(
     scope="module",
-    params=["core", pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)],
-    ids=["2 ranks, core", "2 ranks", "3 ranks"],
+    params=["core", pytest.param(3, marks=pytest.mark.slow)],
+    ids=["2 ranks, core", "3 ranks"],
 )
 def ranks(request: pytest.FixtureRequest, folder: Path, alone: Alone) -> list[dict[str, Any]]:
     """Return the results of each rank of a group. The core has only what the quick tests read."""
@@ -49,7 +49,7 @@ def ranks(request: pytest.FixtureRequest, folder: Path, alone: Alone) -> list[di
 
 def all_scenarios(test: Callable[..., None]) -> Callable[..., None]:
     """Mark a test that needs more than the core."""
-    return pytest.mark.slow(pytest.mark.parametrize("ranks", [2, 3], ids=["2 ranks", "3 ranks"], indirect=True)(test))
+    return pytest.mark.slow(pytest.mark.parametrize("ranks", [3], ids=["3 ranks"], indirect=True)(test))
 
 
 @all_scenarios
@@ -188,15 +188,6 @@ def test_what_is_saved_is_what_one_process_saves(folder: Path, ranks: list[dict[
 
 
 @all_scenarios
-def test_ranks_that_divide_layers_compute_what_one_process_does(folder: Path, ranks: list[dict[str, Any]]) -> None:
-    """Test the tensor-parallel plans of three families on 2 ranks. One family normalizes each head."""
-    if len(ranks) == 2:
-        wanted = scenarios.divided(folder)
-        for rank in ranks:
-            assert_same(rank["divided"], wanted)
-
-
-@all_scenarios
 def test_bfloat16_is_of_products_only(folder: Path, ranks: list[dict[str, Any]]) -> None:
     wanted = scenarios.low(folder)
     for rank in ranks:
@@ -225,9 +216,8 @@ def test_what_cannot_be_done_together_is_refused_on_every_rank(ranks: list[dict[
     assert "no tensor-parallel plan for model family 'gpt2'" in messages["plan"]
     assert "sharding.expert=" in messages["no experts"]
     assert "no expert plan for model family 'llama'" in messages["no experts"]
-    if len(ranks) == 3:
-        assert "sharding.tensor=3: must divide num_attention_heads=4" in messages["heads"]
-        assert "sharding.expert=3: 3 ranks divide the experts of a layer, but it has 4" in messages["experts"]
+    assert "sharding.tensor=3: must divide num_attention_heads=4" in messages["heads"]
+    assert "sharding.expert=3: 3 ranks divide the experts of a layer, but it has 4" in messages["experts"]
     assert "sharding.offload=true: the model is already on the CPU" in messages["offload"]
     assert "from the loss of micro-batches with ids 'p" in messages["nan"]
     assert "'p3'" in messages["nan"]

@@ -46,15 +46,14 @@ def check_same_training(family, backend, **engine):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "opt", "phi3", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_moe"])
 def test_compiled_layers_train_and_score_as_the_original_layers(family):
     check_same_training(family, TorchCompile.eager)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_gradients_of_compiled_backward_passes_are_those_of_the_original_layers(checkpointing):
-    check_same_training("qwen2", TorchCompile.aot_eager, gradient_checkpointing=checkpointing)
+def test_gradients_of_compiled_backward_passes_are_those_of_the_original_layers():
+    check_same_training("qwen2", TorchCompile.aot_eager, gradient_checkpointing=True)
 
 
 @pytest.mark.slow

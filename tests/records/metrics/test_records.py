@@ -149,13 +149,12 @@ def test_a_checkpoint_contains_the_hash_of_each_record_file(tmp_path):
             assert records["sha256"][name] == hashlib.sha256(kept).hexdigest()
 
 
-@pytest.mark.parametrize("bit", [0, pytest.param(7, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("where", [0.0, pytest.param(0.3, marks=pytest.mark.slow), 0.999])
+@pytest.mark.parametrize("where", [0.0, 0.999])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_flipped_byte_is_reported_and_the_run_continues(tmp_path, name, where, bit):
+def test_a_flipped_byte_is_reported_and_the_run_continues(tmp_path, name, where):
     out = done(tmp_path)
     path = out / f"{name}.jsonl"
-    flip(path, int(where * path.stat().st_size), bit)
+    flip(path, int(where * path.stat().st_size), bit=0)
     with pytest.warns(
         UserWarning, match=rf"{name}\.jsonl was changed after the checkpoint of step 3 \(sha256 mismatch"
     ):

@@ -218,7 +218,7 @@ def test_a_rank_that_is_killed_ends_the_other_and_both_can_be_started_again(here
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("phase", ["loading", "evaluation", "rollout", "rewards", "scoring", "training", "saving"])
+@pytest.mark.parametrize("phase", ["loading", "scoring", "training"])
 def test_a_rank_that_is_killed_in_any_phase_ends_the_other_with_one_message_and_exit_code_75(here, phase):
     evaluation = "evaluation={data: {_target_: tests.config_parts.Prompts, n: 3}, every_steps: 100}"
     model = ("models.actor._target_=killing.Killing", f"+models.actor.phase={phase}")
