@@ -209,11 +209,12 @@ def _run(args: list[str], debug: bool) -> int:
         args = _function_of("fork")(args[1:])  # a command line of `train`: all below sees a usual run
     words = command_words(args)
     if is_one_of_many():
-        return run_on_ranks(lambda start: _dispatch(args, start), debug, words)
-    return _dispatch(args, lambda _, experiment, checked: alone(experiment, checked, debug, words))
+        return run_on_ranks(lambda start: dispatch(args, start), debug, words)
+    return dispatch(args, lambda _, experiment, checked: alone(experiment, checked, debug, words))
 
 
-def _dispatch(argv: list[str], start: Start) -> int:
+def dispatch(argv: list[str], start: Start) -> int:
+    """Run a command; training is left to `start`. Return the exit code."""
     # Before the arguments are parsed: an unfinished command line is usually no valid one.
     if argv[:1] == [COMPLETE]:
         from realign.cli.completion import completions

@@ -22,9 +22,7 @@ import torch
 from typing_extensions import override
 
 from realign.api import (
-    RPC,
     SAMPLED,
-    DataflowGraph,
     GenerationConfig,
     Keys,
     MicroBatchSpec,
@@ -54,7 +52,7 @@ from realign.environments import (
 )
 from realign.environments.loading import load_with_tools
 from realign.environments.tools import load_tools
-from realign.errors import GraphError, SettingsError
+from realign.errors import SettingsError
 from realign.settings import Count, Finite, Fraction, Positive
 from realign.tokenization import Tokens
 
@@ -355,35 +353,4 @@ def failure_codes(kinds: Sequence[EpisodeFailure | None]) -> torch.Tensor:
     return torch.tensor([0 if kind is None else 1 + places.index(kind) for kind in kinds], dtype=torch.int8)
 
 
-def with_environment(graph: DataflowGraph, *, dense: bool = False) -> DataflowGraph:
-    """Return the graph with conversations: the role `agent` replaces the sampling actor and the role `reward`.
-
-    Use it for graphs that are not built by `rl_graph`, such as RAFT's. The call that writes `rewards` is removed, and
-    `agent` makes the call that samples. All other calls are unchanged.
-
-    Args:
-        graph: graph with one call that samples and one call that writes `rewards`.
-        dense: whether the environment rewards each turn.
-
-    Raises:
-        GraphError: the graph does not have exactly one call that samples and one that writes `rewards`, or a call
-            needs another reward.
-    """
-    sampling = [rpc for rpc in graph.rpcs if rpc.method == "generate"]
-    rewarding = [rpc for rpc in graph.rpcs if "rewards" in rpc.outputs]
-    if len(sampling) != 1 or len(rewarding) != 1:
-        raise GraphError(
-            f"The graph has {len(sampling)} RPCs that sample and {len(rewarding)} that write rewards "
-            f"({', '.join(r.name for r in (*sampling, *rewarding)) or 'none'}). An environment replaces exactly one of "
-            "each"
-        )
-    outputs = keys_written(dense)
-    agent = RPC("agent_gen", "agent", "generate", inputs=("prompt_ids", "row"), outputs=outputs)
-    remaining = [rpc for rpc in graph.rpcs if rpc not in (sampling[0], rewarding[0])]
-    read = {key for rpc in remaining for key in rpc.inputs}
-    results = dict.fromkeys((*graph.results, *(key for key in outputs if key not in read)))
-    dataset_keys = dict.fromkeys((*graph.dataset_keys, "prompt_ids", "row"))
-    return DataflowGraph((agent, *remaining), dataset_keys=tuple(dataset_keys), results=tuple(results), sync=graph.sync)
-
-
-__all__ = ["EnvironmentInterface", "with_environment"]
+__all__ = ["EnvironmentInterface"]

@@ -71,14 +71,14 @@ class Cause:
 
 
 @cache
-def _words_of_causes() -> Mapping[str, Any]:
+def words_of_causes() -> Mapping[str, Any]:
     words: Mapping[str, Any] = load_yaml(Path(__file__).with_name("causes.yaml").read_text(encoding="utf-8"))
     return words
 
 
 def _cause(name: str, sure: float, *facts: str, **values: Any) -> Cause:
     """Return a cause in the words of causes.yaml, with these values."""
-    words = _words_of_causes()[name]
+    words = words_of_causes()[name]
     settings = tuple(text.format_map(values) for text in words.get("try", ()))
     return Cause(name, words["says"].format_map(values), tuple(filter(None, facts)), words["do"], sure, settings)
 
@@ -864,4 +864,13 @@ def _rate(run: RunRecords) -> float:
     return max(run.values("lr"), default=0.0) * max(1.0, (warmup + 1) / max(1.0, done))  # grows linearly
 
 
-__all__ = ["Cause", "Diagnosis", "RunRecords", "Symptom", "diagnose", "diagnosis_lines", "diagnosis_of"]
+__all__ = [
+    "Cause",
+    "Diagnosis",
+    "RunRecords",
+    "Symptom",
+    "diagnose",
+    "diagnosis_lines",
+    "diagnosis_of",
+    "words_of_causes",
+]

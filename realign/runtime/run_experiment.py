@@ -100,7 +100,7 @@ def run(
     """
     experiment = _with_callbacks(experiment, callbacks)
     ranks, watch, trackers = current(), watch or watch_for(experiment.runtime), tuple(trackers)
-    _check_ranks(experiment, ranks)
+    check_ranks(experiment, ranks)
     check_same_settings(experiment, ranks)
     check_ready(experiment)  # first, since another output_dir would not repair a mistake in a setting
     ranks.lead(partial(check_output_folder, experiment))
@@ -201,7 +201,7 @@ def _open_run(
     return TrainingLoop(runtime, start, console, trackers, report, stack)
 
 
-def _check_ranks(experiment: Experiment, ranks: Ranks) -> None:
+def check_ranks(experiment: Experiment, ranks: Ranks) -> None:
     """Check that the settings work under torchrun.
 
     Raises:

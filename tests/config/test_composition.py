@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from realign.cli.commands import _dispatch
+from realign.cli.commands import dispatch
 from realign.config import ConfigError, ExperimentConfig, build_experiment, compose
 from realign.config.files import experiments_dir
 from tests.config.components import BASE, HERE, Clip, Gspo, TightClip
@@ -47,7 +47,7 @@ def configs(*words: str) -> list[ExperimentConfig]:
         checked()
         return 0
 
-    assert _dispatch(["--config-dir=conf", *words], start) == 0
+    assert dispatch(["--config-dir=conf", *words], start) == 0
     return started
 
 
@@ -118,7 +118,7 @@ def test_a_file_whose_aliases_repeat_too_many_values_is_refused_by_every_command
     with pytest.raises(
         ConfigError, match=r"bomb\.yaml: the file cannot be read: the aliases \(\*name\) repeat too many"
     ):
-        _dispatch(words, lambda *_: 0)
+        dispatch(words, lambda *_: 0)
 
 
 def test_no_private_name_of_hydra_or_omegaconf_is_used():

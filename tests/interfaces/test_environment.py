@@ -8,16 +8,15 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from realign.api import GenerationConfig, MicroBatchSpec, Model, SequenceSample, Sync, stat_values, total_rewards
+from realign.api import GenerationConfig, MicroBatchSpec, Model, SequenceSample, stat_values, total_rewards
 from realign.api.environment import EpisodeFailure, ToolCall
 from realign.api.sample import INDEX_KEYS
 from realign.api.sampling_mask import masks_of
 from realign.engines import OptimizerSpec, SharedModel
 from realign.environments import EnvironmentFailure
 from realign.errors import ConfigError
-from realign.interfaces import raft
-from realign.interfaces.components import GAE, KLPenalty, Normalization, RewardShaping, TurnReturns
-from realign.interfaces.environment import EnvironmentInterface, with_environment
+from realign.interfaces.components import GAE, Normalization, TurnReturns
+from realign.interfaces.environment import EnvironmentInterface
 from realign.interfaces.grpo import GRPOActorInterface
 from realign.interfaces.ppo import PPOActorInterface, dataflow
 from realign.interfaces.rule_reward import RuleRewardInterface
@@ -427,20 +426,6 @@ def test_of_several_processes_one_asks_and_all_hear_the_same():
     second = hold(settings(), Scripted(lines), batch(rows), lead=lambda call: pickle.loads(pickle.dumps(heard.pop(0))))
     assert Tool.made == []
     assert all(torch.equal(first[key], second[key]) for key in first.keys)
-
-
-def test_an_environment_replaces_sampling_and_reward_of_any_graph():
-    best_of = with_environment(raft.dataflow())
-    assert {"logprobs", "versions", "turns"} <= set(best_of.results)
-    for dense in (False, True):
-        agent = with_environment(raft.dataflow(), dense=dense).rpcs[0] if dense else best_of.rpcs[0]
-        keys = settings(dense=dense).keys("generate")
-        assert (set(agent.inputs), set(agent.outputs)) == (set(keys.needs), keys.writes)
-    graph = replace(dataflow({"actor": PPOActorInterface(kl=KLPenalty("loss"))}), sync={"ref": Sync("actor", 0.1)})
-    assert with_environment(graph).sync == graph.sync
-    two = dataflow({"actor": PPOActorInterface(reward=RewardShaping(baseline="greedy"))})
-    with pytest.raises(ValueError, match="The graph has 2 RPCs that sample and 1 that write rewards"):
-        with_environment(two)
 
 
 @pytest.fixture

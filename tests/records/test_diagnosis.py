@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from realign.records.diagnosis import PAGE, Cause, RunRecords, _words_of_causes, diagnose, diagnosis_lines, diagnosis_of
+from realign.records.diagnosis import PAGE, Cause, RunRecords, diagnose, diagnosis_lines, diagnosis_of, words_of_causes
 
 ROOT = Path(__file__).parents[2]
 CONFIG = {
@@ -122,7 +122,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", _words_of_causes())
+@pytest.mark.parametrize("name", words_of_causes())
 def test_each_cause_is_named_first_in_records_that_show_it(name, tmp_path):
     run = CASES[name]
     if name == "template-missing":
@@ -197,7 +197,7 @@ def test_a_symptom_of_the_user_is_shown_with_the_others(tmp_path):
 
 def test_the_page_has_a_heading_for_each_cause():
     headings = re.findall(r"^### (\S+)$", (ROOT / PAGE).read_text(), re.M)
-    assert headings == list(_words_of_causes())
+    assert headings == list(words_of_causes())
 
 
 def test_damaged_records_and_settings_do_not_stop_it(tmp_path):

@@ -17,7 +17,6 @@ import torch
 from realign.errors import ConfigError
 from realign.rewards import FailureKind, RewardError, RewardPool
 from realign.rewards.pool.functions import SessionFunction
-from realign.rewards.pool.processes import _Todo
 from realign.rewards.pool.worker import Problem, RewardCall, answer
 from tests.processes import gone
 from tests.rewards.pool.reward_cases import popping, popping_batch, popping_group, popping_later
@@ -216,20 +215,6 @@ def test_a_memory_limit_leaves_room_beyond_the_imports_only():
         result = score(pool, [{"do": "memory"}, {"value": 1.0}])
     assert result.failures[0].kind == FailureKind.memory
     assert result.values == [None, 1.0]
-
-
-def test_chunks_shrink_to_what_fits_a_slice_and_grow_again():
-    todo = _Todo(range(1000), workers=2)
-    first = todo.next()
-    assert first == list(range(16))
-    todo.mark_answered(first, 2)
-    assert todo.next() == [2, 3]
-    todo.mark_answered([2, 3], 2)
-    assert todo.next() == [4, 5, 6, 7]
-    todo.suspect([8, 9])
-    assert [todo.next(), todo.next()] == [[8], [9]]
-    rest = [i for _ in range(400) if todo for i in todo.next()]
-    assert rest == list(range(8, 1000))
 
 
 def test_a_row_that_cannot_be_pickled_fails_alone():

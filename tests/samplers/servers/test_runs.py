@@ -17,7 +17,7 @@ from realign.records.checkpoint.folder import list_checkpoints
 from realign.runtime import Async, CheckpointSpec, run
 from realign.runtime.rollout.spec import Sync
 from realign.runtime.rollout.staleness import Staleness
-from realign.runtime.run_experiment import _check_ranks
+from realign.runtime.run_experiment import check_ranks
 from realign.samplers.servers.probe import SAMPLED
 from realign.samplers.servers.server_sampler import Servers
 from realign.samplers.servers.vllm import Vllm
@@ -183,11 +183,11 @@ def test_an_error_of_rank_0_after_a_step_ends_all_ranks(tmp_path, server):
 def test_what_needs_all_ranks_cannot_run_ahead(tmp_path, server):
     own = toy(tmp_path, rollout=Async())
     with pytest.raises(ConfigError, match=r"RPC 'actor_gen' would need all ranks .* Set models.actor.sampler=vllm or"):
-        _check_ranks(own, Ranks(0, 2))
-    _check_ranks(experiment(tmp_path, server, rollout=Async()), Ranks(0, 2))
+        check_ranks(own, Ranks(0, 2))
+    check_ranks(experiment(tmp_path, server, rollout=Async()), Ranks(0, 2))
     scored = experiment(tmp_path, server, rollout=Async())
     scored.interfaces["reward"].needs_engine = True
     with pytest.raises(
         ConfigError, match=r"would need all ranks for models.reward .* Set rollout=sync, or runtime=ray"
     ):
-        _check_ranks(scored, Ranks(0, 2))
+        check_ranks(scored, Ranks(0, 2))
