@@ -72,6 +72,7 @@ class Cause:
 
 @cache
 def words_of_causes() -> Mapping[str, Any]:
+    """Return what is said of each cause, by its name."""
     words: Mapping[str, Any] = load_yaml(Path(__file__).with_name("causes.yaml").read_text(encoding="utf-8"))
     return words
 
