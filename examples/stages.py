@@ -1,10 +1,11 @@
-"""What the examples `adapters.py` and `self_play.py` share: imitation as the first stage, and the command line."""
+"""What the examples share: imitation as the first stage, and the command line."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from realign.data import SupervisedData, Template
 from realign.engines import TransformersModel
@@ -38,3 +39,13 @@ def parsed(
     parser.add_argument("--sft-steps", type=int, default=60)
     parser.add_argument("--steps", type=int, default=steps)
     return parser.parse_args(arguments)
+
+
+def flags(words: Sequence[str], *stages: str) -> list[dict[str, Any]]:
+    """Return the settings of each stage and of the last one: `sft.steps=9` is `steps=9` of the stage `sft`."""
+    found: dict[str, dict[str, Any]] = {stage: {} for stage in (*stages, "")}
+    for word in words:
+        key, _, value = word.partition("=")
+        stage, _, rest = key.partition(".")
+        found[stage if stage in stages else ""][rest if stage in stages else key] = value
+    return list(found.values())

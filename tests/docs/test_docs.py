@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import re
 import shlex
 from functools import partial
@@ -40,8 +39,20 @@ PAGES = [
 ]
 
 
+FRONT = ("README.md", "docs/README.md", "docs/quickstart-python.md")
+"""Pages that begin with the same program."""
+
+
 def name_of(page: Path) -> str:
     return str(page.relative_to(ROOT))
+
+
+def first_program(name: str) -> str:
+    """Return the first `python` block of a page."""
+    return next(b.code for b in pages.blocks((ROOT / name).read_text(encoding="utf-8")) if b.language == "python")
+
+
+PROGRAM = first_program("README.md")
 
 
 def easier_train(*args: Any, reward: Any, **given: Any) -> Any:
@@ -91,14 +102,13 @@ def test_the_code_of_a_page_runs_and_prints_what_the_page_shows(page, tmp_path, 
         monkeypatch.setattr(python_api, "train", easier_train)
     if "run.plot()" not in code:  # tabs, whose other two alternatives do not run either
         monkeypatch.setattr(python_api, "train", python_api.load_experiment)
-    elif 'data="prompts.jsonl"' in code:  # the five lines on the front pages: as they are, but two short steps
-        row = {"prompt": [{"role": "user", "content": "1+1="}], "answer": "2"}
-        Path("prompts.jsonl").write_text(f"{json.dumps(row)}\n", encoding="utf-8")
-        generation = {"interfaces.actor.generation": {"n": 2, "max_new_tokens": 4}}
-        monkeypatch.setattr(
-            python_api, "train", lambda *args, steps, **given: easier_train(*args, steps=2, **generation, **given)
-        )
+    elif code.startswith(PROGRAM):  # as it is, but two steps
+        monkeypatch.setattr(python_api, "train", lambda *args, steps, **given: easier_train(*args, steps=2, **given))
     pages.run(page)
+
+
+def test_the_front_pages_have_one_program():
+    assert {first_program(name) for name in FRONT} == {PROGRAM}
 
 
 def alternatives() -> list[tuple[str, dict[str, str]]]:
