@@ -643,6 +643,8 @@ def _of_python(text: str, path: str) -> Source:
             renamed = {"r": "lora_r", "target_modules": "lora_target_modules", "task_type": "lora_task_type"}
             given = {"use_peft": True, **{renamed.get(name, name): x for name, x in given.items()}}
         elif called.endswith("Trainer"):
+            # without a config, the trainer has the defaults of its own
+            program = f"{called.removesuffix('Trainer')}Config" if program == path and "args" not in given else program
             unread = ("args", "train_dataset", "eval_dataset", "peft_config", "processing_class", "callbacks")
             given = {name: x for name, x in given.items() if name not in unread}
             given = {"model_name_or_path" if name == "model" else name: x for name, x in given.items()}

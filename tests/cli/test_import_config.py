@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import collections
+import inspect
+import json
 import re
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 import torch
 import yaml
@@ -17,8 +22,11 @@ from realign.cli.commands import main
 from realign.cli.import_config import RULES, experiment_text, translate_config, translate_source
 from realign.cli.import_readers import Source, read_sources
 from realign.config import build_experiment, compose
+from realign.config.command_line import prepare
 from realign.config.errors import ConfigError
+from tests.cli.peers import meaning, meaning_of_experiment
 from tests.docs.pages import blocks
+from tests.tiny import save_tiny, tiny_tokenizer
 
 TOOLS = sorted(path.stem for path in RULES.glob("*.yaml"))
 PAGE = Path(__file__).parents[2] / "docs" / "migration.md"
@@ -106,16 +114,37 @@ def settings_of(config: dict[str, Any]) -> dict[str, Any]:
     return {name: x for name, x in base.items() if name not in config.get("without", ())} | config["settings"]
 
 
-@pytest.mark.parametrize("config", PUBLISHED, ids=lambda config: config["source"].split(": ")[1])
-def test_a_published_config_has_its_kind_and_loss_and_no_value_is_lost(config):
+def kind_of(config: dict[str, Any]) -> str:
+    """Return the kind of a published config, in the words of `meaning`."""
+    first = config["kind"].split(",")[0].lower()
+    return {"sft": "sft", "dpo": "dpo", "orpo": "orpo", "reward model": "reward"}.get(first, "rl")
+
+
+FATES = ("command", "no equivalent", "by hand", "bookkeeping")
+
+
+def row_of(config: dict[str, Any]) -> str:
+    """Import a published config, check it, and return its row in the table of the page."""
     given = settings_of(config)
     imported = translate_source(config["tool"], Source(dict(given), config["program"]))
     assert config["kind"] in imported.title
-    translated = words(imported)
-    assert {key: translated.get(key) for key in config["loss"]} == config["loss"]
+    ours = meaning_of_experiment(build_experiment(compose(prepare(imported.overrides))))
+    theirs = meaning(config["tool"], kind_of(config), given)
+    assert {name: x for name, x in ours.items() if name in theirs} == theirs
     assert set(imported.fates) == set(given)
-    assert set(imported.fates.values()) <= {"command", "no equivalent", "by hand", "bookkeeping"}
+    assert set(imported.fates.values()) <= {*FATES}
     assert not [line for line in imported.by_hand if "not known" in line]
+    fates = collections.Counter(imported.fates.values())
+    repository, _, file = config["source"].partition(": ")
+    file = file.removeprefix("examples/").removeprefix("scripts/")
+    cells = [f"{repository.split('/')[1].split('@')[0]} `{file}`", config["kind"], len(theirs), len(given)]
+    return f"| {' | '.join(map(str, [*cells, *(fates[fate] for fate in FATES)]))} |"
+
+
+@pytest.mark.parametrize("config", PUBLISHED, ids=lambda config: config["source"].split(": ")[1])
+def test_a_published_config_has_its_kind_and_loss_and_no_value_is_lost(config):
+    """`python -m tests.cli.test_import_config` writes the rows."""
+    assert row_of(config) in PAGE.read_text(encoding="utf-8").splitlines()
 
 
 def test_numbers_of_the_config_give_the_optimizer_steps_and_the_schedule():
@@ -281,3 +310,97 @@ def test_values_with_spaces_and_quotes_reach_the_command_as_text(capsys, monkeyp
     assert main(["import", "trl-sft", "model_name_or_path=my models/it's; rm -rf ~"]) == 0
     printed = capsys.readouterr().out
     assert re.search(r"'models\.actor\.path='\"'\"'my models/it", printed)
+
+
+def score(data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any] | None = None) -> float:
+    """Return a reward by verl's signature."""
+    assert (data_source, extra_info) == ("openai/gsm8k", {"split": "train", "index": int(ground_truth)})
+    return float(ground_truth in solution_str)
+
+
+@pytest.fixture
+def tiny_run(tmp_path, monkeypatch):
+    """A folder with a tiny chat model and the reward functions of two tools."""
+    save_tiny(tmp_path / "tiny")
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    tokenizer.save_pretrained(tmp_path / "tiny")
+    verl = inspect.getsource(score).replace("def score", "def compute_score")
+    (tmp_path / "reward.py").write_text(f"from __future__ import annotations\n{verl}")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def steps_of(folder: Path) -> list[dict[str, Any]]:
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [step for step in map(json.loads, lines) if step["step"]]
+
+
+def test_a_published_script_of_verl_trains_with_its_parquet_and_reward(tiny_run, capsys):
+    given = settings_of(PUBLISHED[0])
+    lines = [f"    {name}='{json.dumps(value)}'" for name, value in given.items() if "$" not in str(value)]
+    (tiny_run / "run.sh").write_text("python3 -m verl.trainer.main_ppo \\\n" + " \\\n".join(lines) + "\n")
+    rows = [
+        {
+            "data_source": "openai/gsm8k",
+            "prompt": [{"role": "user", "content": f"{i} + 0 ="}],
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": str(i)},
+            "extra_info": {"split": "train", "index": i},
+        }
+        for i in range(8)
+    ]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tiny_run / "train.parquet")
+    smaller = "data.train_batch_size=4 actor_rollout_ref.actor.ppo_mini_batch_size=2 data.max_response_length=3"
+    smaller += " data.train_files=train.parquet data.val_files=null actor_rollout_ref.model.path=tiny"
+    smaller += (
+        " actor_rollout_ref.rollout.name=hf reward.custom_reward_function.path=reward.py rows=8 trainer.total_epochs=1"
+    )
+    assert main(["import", "verl", "run.sh", *smaller.split(), "--out", "experiment.yaml"]) == 0
+    assert main(["./experiment.yaml", "output_dir=run"]) == 0, capsys.readouterr().err
+    made = steps_of(tiny_run / "run")
+    assert len(made) == 2  # 8 rows in batches of 4
+    assert all(0 <= step["reward"] <= 1 for step in made)
+
+
+SCRIPT = """\
+from datasets import load_dataset
+from trl import GRPOTrainer
+
+dataset = load_dataset("json", data_files="train.jsonl", split="train")
+
+
+def many_digits(completions, **kwargs):
+    return [sum(map(str.isdigit, completion[0]["content"])) / 3 for completion in completions]
+
+
+if __name__ == "__main__":
+    trainer = GRPOTrainer(model="tiny", reward_funcs=many_digits, train_dataset=dataset)
+    trainer.train()
+"""
+"""A script in the form of TRL's quick start: a trainer without a config."""
+
+
+def test_a_script_of_trl_trains_with_its_reward(tiny_run, capsys):
+    (tiny_run / "train_grpo.py").write_text(SCRIPT)
+    rows = [{"prompt": [{"role": "user", "content": f"{i} + 0 ="}]} for i in range(8)]
+    (tiny_run / "train.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    smaller = "max_completion_length=3 num_generations=4 max_steps=2 num_processes=1"
+    assert main(["import", "trl", "train_grpo.py", *smaller.split(), "--out", "experiment.yaml"]) == 0
+    assert main(["./experiment.yaml", "output_dir=run"]) == 0, capsys.readouterr().err
+    made = steps_of(tiny_run / "run")
+    assert len(made) == 2
+    assert all(0 <= step["reward"] <= 1 for step in made)
+
+
+def main_of_page() -> None:
+    """Write the table of the page."""
+    text = PAGE.read_text(encoding="utf-8")
+    start, end = (text.index(f"<!-- {mark} -->") for mark in ("published", "end of published"))
+    head = ["config", "read as", "loss", "file", *FATES]
+    rows = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}", *map(row_of, PUBLISHED)]
+    PAGE.write_text(f"{text[:start]}<!-- published -->\n{chr(10).join(rows)}\n{text[end:]}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main_of_page()
