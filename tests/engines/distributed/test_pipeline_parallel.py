@@ -145,6 +145,7 @@ def replay(folder: Path) -> None:
     engine.generate(prompts, GenerationConfig(max_new_tokens=2, router_replay=True), seed=0)
 
 
+@pytest.mark.slow
 def test_what_stages_do_not_support_is_refused_in_one_line_on_every_rank(tmp_path: Path) -> None:
     scenarios.write_models(tmp_path)
     key = "models.actor.sharding.pipeline=2"

@@ -195,6 +195,7 @@ def test_a_rank_that_hangs_ends_all_with_one_line(here):
     assert (failure.exit_code, failure.count) == (75, 1)
 
 
+@pytest.mark.slow
 def test_a_rank_out_of_memory_ends_both_with_one_line_and_the_record_of_that_rank(here):
     codes, said = Ranks(here, *FAULTS, "interfaces.actor.fault=out of memory").ended()
     message = "RPC 'actor_train' on rank 1 of 2: out of memory (CUDA out of memory. Tried to allocate 20.00 GiB). "
