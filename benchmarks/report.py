@@ -1,52 +1,12 @@
-"""Shared functions of the benchmarks: alternating timings, `name=value` arguments, tables, and facts of the run."""
+"""Shared functions of the benchmarks: `name=value` arguments, tables, and facts of the run."""
 
 from __future__ import annotations
 
-import gc
 import os
 import platform
-import statistics
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
-
-
-class Seconds(NamedTuple):
-    """Median seconds of a call."""
-
-    wall: float
-    """Wall-clock seconds."""
-    cpu: float
-    """CPU seconds of all threads of this process. Other programs hardly affect them."""
-
-
-Key = TypeVar("Key")
-
-
-def alternate(calls: Mapping[Key, Callable[[], object]], repeats: int, *, warm_up: bool = True) -> dict[Key, Seconds]:
-    """Measure the median seconds of each call. Calls alternate, in an order that is reversed every round.
-
-    Args:
-        calls: Calls by name.
-        repeats: Number of measured rounds.
-        warm_up: Whether to run one round before, which is not measured.
-    """
-    times: dict[Key, list[tuple[float, float]]] = {name: [] for name in calls}
-    gc.collect()
-    gc.disable()
-    try:
-        for number in range(-int(warm_up), repeats):
-            for name in list(calls) if number % 2 else list(calls)[::-1]:
-                wall, cpu = time.perf_counter(), time.process_time()
-                kept = calls[name]()  # excludes freeing the result from the timing
-                spent = time.perf_counter() - wall, time.process_time() - cpu
-                del kept
-                if number >= 0:
-                    times[name].append(spent)
-    finally:
-        gc.enable()
-    return {name: Seconds(*map(statistics.median, zip(*rounds, strict=True))) for name, rounds in times.items()}
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -1,4 +1,4 @@
-"""One experiment in one process, under torchrun and on Ray; synchronous and asynchronous rollout; killed processes.
+"""One experiment in one process, under torchrun and on Ray; synchronous and asynchronous rollout.
 
     make scale                                              # all parts, under 10 minutes on two cores, loopback only
     python -m benchmarks.scale parts=runtimes steps=8
@@ -11,8 +11,6 @@ runtimes   GRPO with a reference model, a Qwen2 with 3 million weights and 128 r
 rollouts   Decoupled PPO with a reward that takes 1 s on average. Its duration is log-normal and identical for all
            responses to a prompt. Compares synchronous rollout with asynchronous rollout (max_staleness=2), in
            responses per second and final reward per seed, and runs once with a rollout worker on Ray.
-recovery   SIGKILL of a Ray worker, and of a rank under torchrun. Reports the seconds until the run has reached its
-           previous step again, and the difference of its final weights from those of an undisturbed run.
 
 Prints a table for each part, and one JSON object as the last line. The exit code is 1 if a part
 failed, or if a run that should be bitwise reproducible is not.
@@ -30,14 +28,13 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from benchmarks.report import arguments, facts
-from benchmarks.scale.recovery import recovery
 from benchmarks.scale.rollouts import rollouts
 from benchmarks.scale.runtimes import runtimes
 from benchmarks.scale.task import prepare
 
 Part: TypeAlias = Callable[[Path, Path, Mapping[str, str]], dict[str, Any]]
 
-PARTS: Mapping[str, Part] = {"runtimes": runtimes, "rollouts": rollouts, "recovery": recovery}
+PARTS: Mapping[str, Part] = {"runtimes": runtimes, "rollouts": rollouts}
 DEFAULTS = {
     "parts": ",".join(PARTS),
     "steps": "12",

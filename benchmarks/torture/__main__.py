@@ -3,10 +3,8 @@
     make torture                                                     # 20 kills, 5 damaged checkpoints, all faults
     python -m benchmarks.torture kills=3 damages=1 steps=10 seed=1 faults=none folder=runs/torture
     python -m benchmarks.torture kills=0 faults=disk,clock           # one or more groups of faults, no kills
-    python -m benchmarks.torture kills=0 faults=none sizes=steps long_steps=5000
 
-`kills` describes the run that is killed; `faults` describes the other faults, and when an attack counts as survived;
-`sizes` measures large runs (not by default).
+`kills` describes the run that is killed; `faults` describes the other faults, and when an attack counts as survived.
 
 Prints a table of the kills and one of the faults and, as the last line, one JSON object. The exit code is 1 if any data
 was lost, or if an attack was not survived.
@@ -23,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import arguments, facts
-from benchmarks.torture import faults, kills, sizes
+from benchmarks.torture import faults, kills
 
-DEFAULTS = {"kills": "20", "damages": "5", "steps": "60", "threads": "1", **faults.DEFAULTS, **sizes.DEFAULTS}
+DEFAULTS = {"kills": "20", "damages": "5", "steps": "60", "threads": "1", **faults.DEFAULTS}
 
 
 def torture(folder: Path, words: Mapping[str, str]) -> dict[str, Any]:
@@ -37,8 +35,6 @@ def torture(folder: Path, words: Mapping[str, str]) -> dict[str, Any]:
     if words["faults"] != "none":
         result |= faults.section({**words, "folder": str(folder)})
         result["good"] &= result["attacks"] == result["attacks_survived"] and not result["attack_samples_lost"]
-    if words["sizes"] != "none":
-        result |= sizes.sizes(folder, words)
     return result
 
 
