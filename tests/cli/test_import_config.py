@@ -163,6 +163,13 @@ def test_numbers_of_the_config_give_the_optimizer_steps_and_the_schedule():
     assert words(translate_config("openrlhf", openrlhf))["interfaces.actor.n_minibatches"] == "4"
 
 
+def test_a_group_of_one_has_no_baseline_in_verl():
+    imported = translate_config("verl", {"algorithm.adv_estimator": "grpo", "actor_rollout_ref.rollout.n": 1})
+    actor = build_experiment(compose(prepare(imported.overrides))).interfaces["actor"]
+    assert (actor.adv_norm.mean.name, actor.adv_norm.std.name, actor.advantage.min_group_size) == ("none", "none", 1)
+    assert imported.fates["actor_rollout_ref.rollout.n"] == "command"
+
+
 def test_defaults_of_the_tool_that_differ_are_named():
     imported = translate_config("verl", {"algorithm.adv_estimator": "grpo"} | GROUP_OF_FOUR["verl"])
     assert "interfaces.actor.objective.dual=3" in imported.assumed
