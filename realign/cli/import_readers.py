@@ -293,48 +293,38 @@ def _resolved(settings: dict[str, Any], path: str) -> dict[str, Any]:
     if len(settings) > MOST_SETTINGS:
         raise ConfigError(f"{path}: {len(settings):,} settings; at most {MOST_SETTINGS:,} are expected in a config")
 
-    def resolve(name: str, value: Any, depth: int = 0) -> Any:
-        def replace(match: re.Match[str]) -> str:
-            found = target(match[1], match[2])
-            return match[0] if found is missing else "" if found is None else str(found)
+    def full_name(name: str, link: str) -> str:
+        dots = len(link) - len(link.lstrip("."))
+        return ".".join([*(name.split(".")[:-dots] if dots else ()), link.lstrip(".")])
 
-        def target(link: str, default: str | None) -> Any:
-            dots = len(link) - len(link.lstrip("."))
-            base = name.split(".")[:-dots] if dots else []
-            full = ".".join([*base, link.lstrip(".")])
+    for name, value in [*settings.items()]:
+        if isinstance(value, str) and (match := _LINK.fullmatch(value)):
+            section = f"{full_name(name, match[1])}."
+            if copied := {f"{name}.{x[len(section) :]}": f"${{{x}}}" for x in settings if x.startswith(section)}:
+                del settings[name]  # a link to a section is one to each of its settings
+                settings |= copied
+
+    def resolve(name: str, value: Any, depth: int = 0) -> Any:
+        def target(match: re.Match[str]) -> Any:
+            full = full_name(name, match[1])
             if full in settings:
                 return resolve(full, settings[full], depth + 1)
-            if any(key.startswith(f"{full}.") for key in settings):
-                return {key.removeprefix(f"{full}."): x for key, x in settings.items() if key.startswith(f"{full}.")}
-            return missing if default is None else load_yaml(default)
+            return match[0] if match[2] is None else load_yaml(match[2])
 
-        missing = object()
-        if not isinstance(value, str) or "${" not in value or depth > 20:
+        def text(match: re.Match[str]) -> str:
+            return "" if (found := target(match)) is None else str(found)
+
+        if not isinstance(value, str) or depth > 20:
             return value
         for _ in range(4):  # interpolations in interpolations
             if len(value) > LONGEST_VALUE or (match := _LINK.search(value)) is None:
                 break
             if match[0] == value:
-                found = target(match[1], match[2])
-                return value if found is missing else found
-            value = _LINK.sub(replace, value)
+                return target(match)
+            value = _LINK.sub(text, value)
         return value
 
-    found = {name: resolve(name, value) for name, value in settings.items()}
-    sections = {name: value for name, value in found.items() if isinstance(value, dict) and settings[name] != value}
-    copied = {
-        f"{name}.{key}": found[source]
-        for name, section in sections.items()
-        for key in section
-        if (source := _link_of(settings[name], key)) in found
-    }
-    return {name: value for name, value in found.items() if name not in sections} | copied
-
-
-def _link_of(link: str, key: str) -> str:
-    """Return the setting that `key` of a copied section has its value from."""
-    match = _LINK.fullmatch(link)
-    return f"{match[1].lstrip('.')}.{key}" if match else ""
+    return {name: resolve(name, value) for name, value in settings.items()}
 
 
 # Commands
