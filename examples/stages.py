@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from realign.data import SupervisedData, Template
 from realign.engines import TransformersModel
 from realign.engines.training.optimizer import OptimizerSpec
@@ -47,5 +49,5 @@ def flags(words: Sequence[str], *stages: str) -> list[dict[str, Any]]:
     for word in words:
         key, _, value = word.partition("=")
         stage, _, rest = key.partition(".")
-        found[stage if stage in stages else ""][rest if stage in stages else key] = value
+        found[stage if stage in stages else ""][rest if stage in stages else key] = yaml.safe_load(value)
     return list(found.values())
