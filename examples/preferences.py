@@ -39,7 +39,7 @@ def main(words: Sequence[str]) -> realign.Run:
         start |= {"evaluation.data.path": task.held_out, "overwrite": True}
         dpo = {
             "models.actor.path": realign.train("sft_sentiment", **start | sft).folder / "final" / "actor",
-            "models.actor.optimizer.lr": 1e-4,
+            "models.actor.optimizer.lr": 5e-4,
             "data.path": task.pairs,
             "evaluation": kindness,
             "overwrite": True,
