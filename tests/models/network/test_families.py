@@ -24,11 +24,10 @@ OWN_GENERATE = ("moshi", "xlstm")
 
 
 def families(*states):
-    return [
-        pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow)
-        for name, row in TABLE.items()
-        if row["state"] in states
-    ]
+    """Return the families; each check has the quick ones, `.ci/run` also every third one, and the nightly run all."""
+    names = [name for name, row in TABLE.items() if row["state"] in states]
+    marks = [[pytest.mark.slow, *([pytest.mark.very_slow] if i % 3 else [])] for i in range(len(names))]
+    return [pytest.param(name, marks=[] if name in QUICK else of) for name, of in zip(names, marks, strict=True)]
 
 
 def engine_of(family):
