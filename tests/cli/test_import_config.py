@@ -137,8 +137,9 @@ def row_of(config: dict[str, Any]) -> str:
     fates = collections.Counter(imported.fates.values())
     repository, _, file = config["source"].partition(": ")
     file = file.removeprefix("examples/").removeprefix("scripts/")
-    cells = [f"{repository.split('/')[1].split('@')[0]} `{file}`", config["kind"], len(theirs), len(given)]
-    return f"| {' | '.join(map(str, [*cells, *(fates[fate] for fate in FATES)]))} |"
+    tool = repository.split("/")[1].split("@")[0]
+    kept = " + ".join(str(fates[fate]) for fate in FATES)
+    return f"| {tool} `{file}` | {config['kind']} | {len(theirs)} | {len(given)} = {kept} |"
 
 
 @pytest.mark.parametrize("config", PUBLISHED, ids=lambda config: config["source"].split(": ")[1])
@@ -404,8 +405,7 @@ def main_of_page() -> None:
     """Write the table of the page."""
     text = PAGE.read_text(encoding="utf-8")
     start, end = (text.index(f"<!-- {mark} -->") for mark in ("published", "end of published"))
-    head = ["config", "read as", "loss", "file", *FATES]
-    rows = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}", *map(row_of, PUBLISHED)]
+    rows = ["| config | read as | loss | settings |", "|---|---|---|---|", *map(row_of, PUBLISHED)]
     PAGE.write_text(f"{text[:start]}<!-- published -->\n{chr(10).join(rows)}\n{text[end:]}", encoding="utf-8")
 
 
