@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from realign.models.network import kernels
+from realign.models.network.settings import NetworkSettings
 
 Calls = list[dict[str, Any]]
 
@@ -44,6 +45,11 @@ def varlen(
     return torch.cat(out)
 
 
+def compute_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compute bfloat16 by autocast, as on a GPU, and not with rounded weights."""
+    monkeypatch.setattr(NetworkSettings, "rounds_weights", False)
+
+
 def forget_kernels() -> None:
     """Let the next choice of a kernel try each one again."""
     kernels._failure.cache_clear()
@@ -52,6 +58,7 @@ def forget_kernels() -> None:
 
 def install_broken(monkeypatch: pytest.MonkeyPatch, folder: Path, name: str, code: str | None) -> None:
     """Install a package `name` that contains `code`; with None, one that has only the subpackage `cute`."""
+    compute_as_on_a_gpu(monkeypatch)
     forget_kernels()
     package = folder / name / "cute" if code is None else folder / name
     package.mkdir(parents=True)
@@ -63,6 +70,7 @@ def install_broken(monkeypatch: pytest.MonkeyPatch, folder: Path, name: str, cod
 
 def install_flash(monkeypatch: pytest.MonkeyPatch, name: str, *, with_sums: bool = False) -> Calls:
     """Install a module `name` with the signature of its package, and return the list of its calls."""
+    compute_as_on_a_gpu(monkeypatch)
     calls: Calls = []
 
     def run(arguments: dict[str, Any]) -> Any:

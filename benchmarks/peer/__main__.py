@@ -2,6 +2,7 @@
 
     python -m benchmarks.peer                                   # every scenario, 5 steps of each side
     python -m benchmarks.peer parts=steps scenarios=long_tail steps=3 threads=2
+    python -m benchmarks.peer parts=steps scenarios=real steps=1 micro=16   # one micro-batch size of TRL
     python -m benchmarks.peer parts=rollouts scenarios=long_tail
 
 Prints tables and, as the last line, one JSON object.
@@ -23,7 +24,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.peer import rollouts
 from benchmarks.peer.notes import marked, notes
@@ -33,15 +34,23 @@ from benchmarks.report import arguments, facts
 from benchmarks.report import table as columns
 
 TRL_MICRO_BATCHES = (8, 16, 32, 64)
-DEFAULT = ["long_tail", "short_tail", "long_prompts", "large_vocabulary", "many", "ppo_long_tail"]
+DEFAULT = ["real", "long_tail", "short_tail", "long_prompts", "large_vocabulary", "many", "ppo_long_tail"]
 
 
-def matrix_peak(threads: int) -> float:
-    """Return the FLOP/s of the best of several fp32 matrix products."""
+class Choice(NamedTuple):
+    """Settings of TRL."""
+
+    threads: int
+    micro_batch: int
+    bf16: bool
+
+
+def matrix_peak(threads: int, dtype: str) -> float:
+    """Return the FLOP/s of the best of several matrix products in a torch dtype."""
     code = (
         f"import torch, time; torch.set_num_threads({threads}); best = 0.0\n"
         "for n in (1024, 2048):\n"
-        "    a, b = torch.randn(n, n), torch.randn(n, n); a @ b\n"
+        f"    a, b = (torch.randn(n, n).to(torch.{dtype}) for _ in range(2)); a @ b\n"
         "    for _ in range(5):\n"
         "        t = time.perf_counter(); a @ b; best = max(best, 2 * n**3 / (time.perf_counter() - t))\n"
         "print(best)"
@@ -52,24 +61,30 @@ def matrix_peak(threads: int) -> float:
 
 def fastest_trl(
     scenario: Scenario, folder: Path, threads: Sequence[int], device: str, micro_batches: Sequence[int]
-) -> dict[tuple[int, int], float]:
-    """Measure the seconds of TRL's second step, by number of threads and micro-batch size.
+) -> dict[Choice, float]:
+    """Measure the seconds of TRL's second step, by its settings.
 
-    Tries every micro-batch size that divides the batch with the first number of threads, and then the fastest size with
-    the other numbers.
+    Tries every micro-batch size that divides the batch with the first number of threads. Then it tries the fastest size
+    with the other numbers, and in fp32 if the scenario leaves the precision to each side.
     """
 
-    def second_step(count: int, micro: int) -> float:
-        worker = Worker("trl", scenario, folder, 2, count, per_device_train_batch_size=micro, device=device)
+    def second_step(choice: Choice) -> float:
+        count, micro, bf16 = choice
+        options = {"per_device_train_batch_size": micro, "device": device, "bf16": bf16}
+        worker = Worker("trl", scenario, folder, 2, count, **options)
         worker.step(1)
         wall: float = worker.step(2)["wall"]
         worker.close()
         return wall
 
     sizes = [n for n in micro_batches if n <= scenario.sequences and scenario.sequences % n == 0]
-    seconds = {(threads[0], n): second_step(threads[0], n) for n in sizes or [scenario.sequences]}
-    _, best = min(seconds, key=seconds.__getitem__)
-    return seconds | {(count, best): second_step(count, best) for count in threads[1:]}
+    low = scenario.bf16 or device != "cpu"
+    first = [Choice(threads[0], n, low) for n in sizes or [scenario.sequences]]
+    seconds = {choice: second_step(choice) for choice in first}
+    best = min(seconds, key=seconds.__getitem__)
+    further = [best._replace(threads=count) for count in threads[1:]]
+    further += [best._replace(bf16=False)] if scenario.bf16 else []
+    return seconds | {choice: second_step(choice) for choice in further}
 
 
 def measurements(
@@ -89,9 +104,9 @@ def measurements(
         scenario: One of `SCENARIOS`.
         steps: Number of measured steps.
         threads: Threads of realign. TRL uses the faster of this number and 1.
-        device: cpu (fp32), or cuda for GRPO (bf16 compute with fp32 weights).
+        device: cpu (fp32, unless the scenario has bf16), or cuda for GRPO (bf16 compute with fp32 weights).
         micro_batches: Numbers of sequences per micro-batch to try with TRL.
-        peak: FLOP/s of the device; None measures them between the steps, in fp32 on the CPU.
+        peak: FLOP/s of the device; None measures them between the steps on the CPU.
     """
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
@@ -100,12 +115,12 @@ def measurements(
         counts = sorted({1, threads}, reverse=True) if device == "cpu" else [threads]
         tried = fastest_trl(scenario, folder, counts, device, micro_batches)
         yield {"trl_tried": told(tried)}
-        best, micro = min(tried, key=tried.__getitem__)
+        best = min(tried, key=tried.__getitem__)
         options: dict[str, dict[str, Any]] = {
             "realign": {"device": device},
-            "trl": {"device": device, "per_device_train_batch_size": micro},
+            "trl": {"device": device, "per_device_train_batch_size": best.micro_batch, "bf16": best.bf16},
         }
-        used = {"realign": threads, "trl": best}
+        used = {"realign": threads, "trl": best.threads}
         sides = {name: Worker(name, scenario, folder, steps + 1, used[name], **options[name]) for name in options}
         results: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
         peaks = [] if peak is None else [peak]
@@ -115,17 +130,17 @@ def measurements(
                 results[name].append(sides[name].step(number))
             yield {"step": number, "seconds": {name: round(result[-1]["wall"], 4) for name, result in results.items()}}
             if peak is None:
-                peaks.append(matrix_peak(threads))
+                peaks.append(matrix_peak(threads, "bfloat16" if scenario.bf16 else "float32"))
         for worker in sides.values():
             worker.close()
     yield summary(scenario, {name: r[1:] for name, r in results.items()}, max(peaks), tried)
 
 
 def summary(
-    scenario: Scenario, results: dict[str, list[dict[str, Any]]], peak: float, tried: dict[tuple[int, int], float]
+    scenario: Scenario, results: dict[str, list[dict[str, Any]]], peak: float, tried: dict[Choice, float]
 ) -> dict[str, Any]:
     """Return medians, ratios and hardware utilization."""
-    threads, micro = min(tried, key=tried.__getitem__)
+    best = min(tried, key=tried.__getitem__)
 
     def median(name: str, key: str) -> float:
         return statistics.median(r[key] for r in results[name])
@@ -155,14 +170,14 @@ def summary(
             for name, rs in results.items()
         },
         "overhead": round(overhead, 4),
-        "trl": {"threads": threads, "micro_batch": micro},
+        "trl": best._asdict(),
         "trl_tried": told(tried),
     }
 
 
-def told(tried: dict[tuple[int, int], float]) -> list[dict[str, float]]:
+def told(tried: dict[Choice, float]) -> list[dict[str, float]]:
     """Return what `fastest_trl` measured, for a result."""
-    return [{"threads": t, "micro_batch": n, "step_s": round(v, 3)} for (t, n), v in tried.items()]
+    return [choice._asdict() | {"step_s": round(seconds, 3)} for choice, seconds in tried.items()]
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -183,7 +198,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         (
             marked(r["scenario"]),
             f"{r['seconds']['trl']['wall']:.2f}",
-            f"{r['trl']['threads']}, {r['trl']['micro_batch']}",
+            f"{r['trl']['threads']}, {r['trl']['micro_batch']}{', bf16' if r['trl']['bf16'] else ''}",
             f"{r['seconds']['realign']['wall']:.2f}",
             f"{r['ratio']['wall']:.2f} ({r['ratio_range'][0]:.1f}-{r['ratio_range'][1]:.1f})",
             f"{r['ratio']['rollout']:.2f}",
@@ -203,6 +218,7 @@ PARTS = ("steps", "rollouts")
 def main(given: Sequence[str] | None = None) -> None:
     """Run the requested parts and scenarios; print the tables, their notes and the JSON line."""
     defaults = {"parts": ",".join(PARTS), "scenarios": ",".join(DEFAULT), "steps": "5", "threads": "2"}
+    defaults["micro"] = ",".join(map(str, TRL_MICRO_BATCHES))
     words = arguments(defaults, given)
     parts, names, steps = words["parts"].split(","), words["scenarios"].split(","), int(words["steps"])
     for kind, chosen, known in (("part", parts, PARTS), ("scenario", names, SCENARIOS)):
@@ -212,7 +228,8 @@ def main(given: Sequence[str] | None = None) -> None:
     for name in names:
         started = time.perf_counter()
         if "steps" in parts:
-            *_, result = measurements(SCENARIOS[name], steps, int(words["threads"]))
+            sizes = [int(size) for size in words["micro"].split(",")]
+            *_, result = measurements(SCENARIOS[name], steps, int(words["threads"]), micro_batches=sizes)
             found["scenarios"].append(result)
         if "rollouts" in parts:
             found["rollouts"].append(rollouts.compare(SCENARIOS[name], steps))

@@ -130,13 +130,13 @@ class Side:
         }
 
 
-def actor(folder: Path, device: str) -> TransformersModel:
-    """Configure the policy: fp32 on a CPU, bf16 compute with fp32 weights elsewhere."""
+def actor(scenario: Scenario, folder: Path, device: str) -> TransformersModel:
+    """Configure the policy: fp32 on a CPU unless the scenario has bf16, bf16 compute with fp32 weights elsewhere."""
     return TransformersModel(
         str(folder / "model"),
         tokenizer=str(folder / "tokenizer"),
         device=device,
-        dtype=DType.float32 if device == "cpu" else DType.bfloat16,
+        dtype=DType.float32 if device == "cpu" and not scenario.bf16 else DType.bfloat16,
         optimizer=OptimizerSpec(lr=1e-6),
     )
 
@@ -150,14 +150,14 @@ def grpo(scenario: Scenario, folder: Path, device: str) -> dict[str, Any]:
     }
     return {
         "graph": dataflow(interfaces),
-        "models": {"actor": actor(folder, device)},
+        "models": {"actor": actor(scenario, folder, device)},
         "interfaces": interfaces,
     }
 
 
 def ppo(scenario: Scenario, folder: Path, device: str) -> dict[str, Any]:
     """Configure PPO with reference, reward model and critic. The critic is initialized from the reward model."""
-    policy = actor(folder, device)
+    policy = actor(scenario, folder, device)
     learned = replace(policy, path=str(folder / "reward"))
     generation = GenerationConfig(n=scenario.group, max_new_tokens=scenario.max_new)
     interfaces = {

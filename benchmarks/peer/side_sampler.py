@@ -20,7 +20,7 @@ class Side:
     def __init__(self, scenario: Scenario, folder: Path, steps: int, options: dict[str, Any]) -> None:
         self.scenario = scenario
         self.lengths: list[int] = []
-        self.engine = actor(folder, "cpu").load("actor", seed=0).engine
+        self.engine = actor(scenario, folder, "cpu").load("actor", seed=0).engine
         config = GenerationConfig(max_new_tokens=GREEDY, greedy=True, fixed_length=True)
         out = self.engine.generate(self._data(1).take([0]), config, seed=0)
         self.greedy = out["input_ids"][out["loss_mask"]].tolist()

@@ -107,7 +107,7 @@ def settings(scenario: Scenario, options: dict[str, Any]) -> dict[str, Any]:
         "learning_rate": 1e-6,
         "lr_scheduler_type": "constant",
         "temperature": 1.0,
-        "bf16": not on_cpu,
+        "bf16": options.get("bf16", not on_cpu),
         "gradient_checkpointing": False,
         "use_cpu": on_cpu,
         "report_to": [],

@@ -19,7 +19,7 @@ class Side:
         self.engine = LLM(
             model=str(folder / "model"),
             skip_tokenizer_init=True,
-            dtype="float32",
+            dtype="bfloat16" if scenario.bf16 else "float32",
             enforce_eager=True,
             max_model_len=scenario.prompt_high + scenario.max_new,
             max_num_seqs=scenario.sequences,

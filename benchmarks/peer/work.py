@@ -38,6 +38,8 @@ class Scenario:
     algorithm: str = "grpo"
     epochs: int = 1
     """Number of passes over the rollout batch."""
+    bf16: bool = False
+    """Whether each side may compute in bf16, also on a CPU."""
 
     @property
     def sequences(self) -> int:
@@ -143,6 +145,20 @@ def reward(text: str) -> float:
 SCENARIOS = {
     s.name: s
     for s in [
+        Scenario(  # the shape of SmolLM2-135M, with as many tokens as the tokenizer has characters
+            "real",
+            prompts=8,
+            group=8,
+            max_new=128,
+            mean_new=32,
+            vocabulary=31_000,
+            hidden=576,
+            layers=30,
+            heads=9,
+            kv_heads=3,
+            mlp=1536,
+            bf16=True,
+        ),
         Scenario("long_tail", prompts=8, group=8, max_new=256, mean_new=48),
         Scenario("short_tail", prompts=8, group=8, max_new=128, mean_new=64),
         Scenario("long_prompts", prompts=8, group=8, max_new=256, mean_new=64, prompt_low=128, prompt_high=256),
@@ -165,6 +181,20 @@ SCENARIOS = {
             mlp=4864,
         ),
         Scenario("tiny", prompts=2, group=2, max_new=8, mean_new=4, hidden=64, mlp=96),
+        Scenario(
+            "real32",
+            prompts=8,
+            group=8,
+            max_new=128,
+            mean_new=32,
+            vocabulary=31_000,
+            hidden=576,
+            layers=30,
+            heads=9,
+            kv_heads=3,
+            mlp=1536,
+        ),
+        Scenario("tiny_bf16", prompts=2, group=2, max_new=8, mean_new=4, hidden=64, mlp=96, bf16=True),
     ]
 }
 

@@ -152,10 +152,13 @@ class Compute:
     """Data type of matrix products, such as "bfloat16"."""
     attention: str
     """Preferred kernel of packed attention."""
+    rounded: str = ""
+    """What else is computed in a lower precision; empty if nothing."""
 
     def __str__(self) -> str:
         """Return a readable description."""
-        return f"{self.device}, {self.precision} products, attention: {self.attention}"
+        rounded = f" ({self.rounded})" if self.rounded else ""
+        return f"{self.device}, {self.precision} products{rounded}, attention: {self.attention}"
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from realign.samplers.in_process.settings import InProcessSampling
 FP32 = 4
 _RUNNING_PAIRS = 2
 """Tensors with a number for each pair of tokens that a layer without fused attention creates and does not save."""
+_BF16 = 2
 _NF4 = 0.516
 """Bytes per weight in 4-bit NormalFloat with double quantization: half a byte, and its scales."""
 
@@ -36,6 +37,9 @@ class MemoryModel:
     shape: ModelShape
     device: torch.device
     dtype: torch.dtype
+    """Data type of activations in matrix products."""
+    rounded: bool = False
+    """Whether products use rounded copies of the weights, see `realign.functional.rounding`."""
     optimizer: OptimizerSpec | None = None
     value_head: ValueHead | None = None
     gradient_checkpointing: bool = False
@@ -161,7 +165,9 @@ class MemoryModel:
 
     @property
     def _casts(self) -> int:
-        """Return the memory of the bf16 weights, which autograd keeps until the backward pass."""
+        """Return the memory of weights in bf16, and of rounded ones in fp32, which last until the backward pass."""
+        if self.rounded:
+            return (self.dtype.itemsize + _BF16) * (self.shape.in_layers + self.shape.words * self.shape.hidden)
         return self._bytes * self.shape.in_layers if self._half and not self.load_in_4bit else 0
 
     @property
@@ -319,7 +325,8 @@ class MemoryModel:
         shape, size = self.shape, self._bytes
         head = size * shape.words * shape.hidden
         if self._fuses:
-            return size * shape.in_layers + (head if self._half or self.device.type == "cpu" else 0)
+            stored = _BF16 * shape.in_layers if self.rounded else 0
+            return stored + size * shape.in_layers + (head if self._half or self.device.type == "cpu" else 0)
         return self._casts + head if self._half else 0
 
     @property

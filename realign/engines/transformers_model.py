@@ -20,6 +20,7 @@ from realign.engines.shared_model import Share, SharedModel
 from realign.engines.training.load_balancing import LoadBalancing
 from realign.engines.training.optimizer import OptimizerSpec, ScheduleKind, usual_rate
 from realign.errors import ConfigError, SettingsError
+from realign.functional.rounding import multiplies_bf16
 from realign.models.device import DType, disable_tf32, pick_device, products_dtype, use_deterministic_algorithms
 from realign.models.files.adapters import AdapterFolder, AdapterStart, check_continues, find_adapter, is_adapter
 from realign.models.files.folders import read_states
@@ -68,8 +69,9 @@ class TransformersModel(Settings, ModelSpec):
             value (a critic, one number per token). See `Causal`, `Score`, `Value`.
         tokenizer: Hub name or folder of the tokenizer. null: the actor's tokenizer, and for the actor the one in
             `path`.
-        dtype: Precision of matrix products: auto | float32 | bfloat16 (autocast over fp32 weights). auto picks
-            bfloat16 on CUDA devices that support it, and float32 elsewhere. See `DType`.
+        dtype: Precision of matrix products: auto | float32 | bfloat16 (autocast over fp32 weights; on a CPU only
+            weights are rounded). auto picks bfloat16 on CUDA devices that support it, and float32 elsewhere. See
+            `DType`.
         device: auto | cpu | cuda | cuda:0 ...; auto uses CUDA if available.
         attention: Attention kernel: auto (the fastest that is installed and supports device and layer) | sdpa (always
             works) | flash (flash-attn 2) | flash3 (flash-attn 3) | varlen (of torch) | hub. The last one downloads and
@@ -190,10 +192,12 @@ class TransformersModel(Settings, ModelSpec):
         # As in the engine: passes run one after another on several ranks, and with a value head that has layers (ADR
         # 12).
         together = settings.parallel_passes is ParallelPasses.auto and device.type == "cpu" and ranks == 1
+        rounded = _rounds(settings, device) and ranks == 1
         return MemoryModel(
             shape,
             device,
-            settings.dtype,
+            torch.float32 if rounded else settings.dtype,
+            rounded=rounded,
             optimizer=self.optimizer,
             value_head=value_head,
             gradient_checkpointing=self.checkpoints,
@@ -387,8 +391,12 @@ class TransformersModel(Settings, ModelSpec):
             device = pick_device(self.device)
         except ConfigError:
             return None
-        dtype = products_dtype(self.dtype, device)
-        return Compute(device.type, str(dtype).removeprefix("torch."), preferred_kernel(self.attention, device, dtype))
+        dtype, rounded = products_dtype(self.dtype, device), ""
+        if _rounds(self._settings(device), device) and current().size == 1:
+            backward = "bfloat16" if multiplies_bf16() else "float32, since this CPU cannot multiply bfloat16"
+            dtype, rounded = torch.float32, f"weights in bfloat16, backward products in {backward}"
+        kernel = preferred_kernel(self.attention, device, dtype)
+        return Compute(device.type, str(dtype).removeprefix("torch."), kernel, rounded)
 
     @override
     def frozen_start(self, role: str) -> ModelSpec:
@@ -593,3 +601,8 @@ class TransformersModel(Settings, ModelSpec):
 
         engine = self.for_sampling().load(name, seed=seed).engine
         return StreamingEngine(name, engine, recompute=recompute)
+
+
+def _rounds(settings: NetworkSettings, device: torch.device) -> bool:
+    """Return whether a single process would compute with rounded weights, see `realign.functional.rounding`."""
+    return settings.dtype == torch.bfloat16 and device.type == "cpu" and settings.rounds_weights

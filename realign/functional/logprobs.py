@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .packed import at_least_fp32
+from .rounding import RoundedWeight, active_rounding, no_rounding, round_rows
 
 __all__ = [
     "HeadGradients",
@@ -162,14 +164,17 @@ class LMHead:
 
     def logits(self, hidden_NH: Tensor) -> Tensor:
         """Compute all logits: [N, V] fp32 (fp64 for fp64 input), differentiable. Intended for sampling (small N)."""
-        dtype = _matmul_dtype(hidden_NH, self.weight_VH)
+        project = Projection.of(hidden_NH, self, 1.0)
         with no_autocast(hidden_NH):
-            logits_NV = at_least_fp32(F.linear(hidden_NH.to(dtype), self.weight_VH.to(dtype)))
+            logits_NV = self._product(hidden_NH.to(project.dtype), project)
             if self.bias_V is not None:
                 logits_NV = logits_NV + self.bias_V
             if self.scale != 1:
                 logits_NV = logits_NV * self.scale
             return logits_NV if self.softcap is None else self.softcap * torch.tanh(logits_NV / self.softcap)
+
+    def _product(self, hidden_NH: Tensor, project: Projection) -> Tensor:
+        return at_least_fp32(F.linear(hidden_NH, project.matrix(self.weight_VH)))
 
 
 class Projection(NamedTuple):
@@ -180,11 +185,19 @@ class Projection(NamedTuple):
     temperature: float
     dtype: torch.dtype
     """Dtype of the matrix product."""
+    rounded: RoundedWeight | None = None
+    """Weight with which the product is computed instead, see `rounding`."""
 
     @classmethod
     def of(cls, hidden_NH: Tensor, head: LMHead, temperature: float) -> Projection:
         """Create the projection of `hidden_NH` by `head`, with the temperature."""
-        return cls(head.scale, head.softcap, temperature, _matmul_dtype(hidden_NH, head.weight_VH))
+        weights, dtype = active_rounding(), _matmul_dtype(hidden_NH, head.weight_VH)
+        rounded = None if weights is None or dtype != torch.float32 else weights.of(head.weight_VH)
+        return cls(head.scale, head.softcap, temperature, dtype, rounded)
+
+    def matrix(self, weight_VH: Tensor) -> Tensor:
+        """Return the weight with which products are computed."""
+        return weight_VH.to(self.dtype) if self.rounded is None else self.rounded.wide
 
     def logits(self, hidden_CH: Tensor, weight_VH: Tensor, bias_V: Tensor | None) -> Tensor:
         """Compute logits / temperature of a chunk, in new memory that the caller may overwrite."""
@@ -254,7 +267,15 @@ class Support:
 class HeadGradients:
     """Accumulates the required gradients of hidden states, weight and bias over chunks."""
 
-    def __init__(self, hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, needed: tuple[bool, ...]) -> None:
+    def __init__(
+        self,
+        hidden_NH: Tensor,
+        weight_VH: Tensor,
+        bias_V: Tensor | None,
+        needed: tuple[bool, ...],
+        rounded: RoundedWeight | None,
+    ) -> None:
+        self._low_VH = None if rounded is None else rounded.low
         wide = wide_dtype(hidden_NH, weight_VH)
         # Each row of the hidden states belongs to one chunk, so it is written once. Weight and bias sum over chunks, in
         # fp32: a bf16 sum would drop the small contributions of later chunks.
@@ -270,9 +291,13 @@ class HeadGradients:
             grad_CV = grad_CV.mul_(cap_slope_CV)
         if self.bias_V is not None:
             self.bias_V += grad_CV.sum(0)
-        grad_CV = grad_CV.to(weight_VH.dtype)
+        count = len(grad_CV)
+        if self._low_VH is None:
+            grad_CV = grad_CV.to(weight_VH.dtype)
+        else:
+            grad_CV, hidden_CH, weight_VH = round_rows(grad_CV), round_rows(hidden_CH), self._low_VH
         if self.hidden_NH is not None:
-            self.hidden_NH[rows] = grad_CV @ weight_VH
+            self.hidden_NH[rows] = (grad_CV @ weight_VH)[:count].to(self.hidden_NH.dtype)
         # addmm_ adds in place, without a temporary [V, H], but needs equal dtypes.
         if self.weight_VH is not None and self.weight_VH.dtype == grad_CV.dtype:
             self.weight_VH.addmm_(grad_CV.t(), hidden_CH)
@@ -295,9 +320,11 @@ def _matmul_dtype(hidden_NH: Tensor, weight_VH: Tensor) -> torch.dtype:
     return wider
 
 
-def no_autocast(x: Tensor) -> torch.autocast:
-    """Return a context that disables autocast on the device of `x`, for code with explicit dtypes."""
-    return torch.autocast(x.device.type, enabled=False)
+@contextmanager
+def no_autocast(x: Tensor) -> Iterator[None]:
+    """Return a context without autocast on the device of `x`, and without `rounding`, for code with explicit dtypes."""
+    with torch.autocast(x.device.type, enabled=False), no_rounding():
+        yield
 
 
 def wide_dtype(*tensors: Tensor) -> torch.dtype:
@@ -373,7 +400,7 @@ class _TokenLogprobs(torch.autograd.Function):
         normalizer_N = torch.empty_like(logprobs_N)
         entropy_N = torch.empty_like(logprobs_N) if with_entropy else None
         with no_autocast(hidden_NH):
-            matrix_VH = weight_VH.to(project.dtype)
+            matrix_VH = project.matrix(weight_VH)
             for rows in chunks(len(hidden_NH), chunk):
                 if exact is None:
                     logits_CV = project.logits(hidden_NH[rows], matrix_VH, bias_V)
@@ -419,9 +446,9 @@ class _TokenLogprobs(torch.autograd.Function):
         # Only the entropy is in the loss; see `set_materialize_grads`.
         if grad_N is None:
             grad_N = torch.zeros_like(normalizer_N)
-        grads = HeadGradients(hidden_NH, weight_VH, bias_V, ctx.needs_input_grad)
+        grads = HeadGradients(hidden_NH, weight_VH, bias_V, ctx.needs_input_grad, ctx.project.rounded)
         with no_autocast(hidden_NH):
-            matrix_VH = weight_VH.to(ctx.project.dtype)
+            matrix_VH = ctx.project.matrix(weight_VH)
             for rows in chunks(len(hidden_NH), ctx.chunk):
                 hidden_CH = hidden_NH[rows].to(ctx.project.dtype)
                 logits_CV = ctx.project.logits(hidden_CH, matrix_VH, bias_V)
@@ -568,7 +595,7 @@ class _VocabularyDivergence(torch.autograd.Function):
     ) -> Tensor:
         divergence_N = hidden_NH.new_empty(len(hidden_NH), dtype=wide_dtype(hidden_NH, weight_VH))
         with no_autocast(hidden_NH):
-            matrix_VH, target_matrix_VH = weight_VH.to(project.dtype), target_weight_VH.to(target_project.dtype)
+            matrix_VH, target_matrix_VH = project.matrix(weight_VH), target_project.matrix(target_weight_VH)
             for rows in chunks(len(hidden_NH), chunk):
                 logits_CV = project.logits(hidden_NH[rows], matrix_VH, bias_V)
                 target_CV = target_project.logits(target_hidden_NH[rows], target_matrix_VH, target_bias_V)
@@ -585,9 +612,9 @@ class _VocabularyDivergence(torch.autograd.Function):
     def backward(ctx: Any, grad_N: Tensor) -> tuple[Tensor | None, ...]:
         hidden_NH, weight_VH, bias_V, target_hidden_NH, target_weight_VH, target_bias_V = ctx.saved_tensors
         project, target_project = ctx.projects
-        grads = HeadGradients(hidden_NH, weight_VH, bias_V, ctx.needs_input_grad)
+        grads = HeadGradients(hidden_NH, weight_VH, bias_V, ctx.needs_input_grad, project.rounded)
         with no_autocast(hidden_NH):
-            matrix_VH, target_matrix_VH = weight_VH.to(project.dtype), target_weight_VH.to(target_project.dtype)
+            matrix_VH, target_matrix_VH = project.matrix(weight_VH), target_project.matrix(target_weight_VH)
             for rows in chunks(len(hidden_NH), ctx.chunk):
                 hidden_CH = hidden_NH[rows].to(project.dtype)
                 logits_CV = project.logits(hidden_CH, matrix_VH, bias_V)

@@ -21,6 +21,8 @@ class DType(StrEnum):
     float32 = "float32"
     """Full fp32, without TF32 on CUDA."""
     bfloat16 = "bfloat16"
+    """bfloat16 by autocast. A CPU rounds only the weights, and the products of the backward pass if it multiplies
+    bfloat16, see `realign.functional.rounding`; with several ranks or `torch_compile` it uses autocast, too."""
 
 
 def supports_bfloat16(device: torch.device) -> bool:

@@ -163,11 +163,16 @@ def test_samplers_that_are_not_bitwise_are_a_row():
     )
 
 
-def test_precision_and_kernel_of_each_model_are_a_row():
+@pytest.mark.parametrize(
+    ("instructions", "backward"), [(True, "bfloat16"), (False, "float32, since this CPU cannot multiply bfloat16")]
+)
+def test_precision_and_kernel_of_each_model_are_a_row(monkeypatch, instructions, backward):
+    monkeypatch.setattr("realign.engines.transformers_model.multiplies_bf16", lambda: instructions)
     models = {"actor": TransformersModel("a"), "judge": TransformersModel("b")}
     rows = dict(derived_rows(experiment(models=models)))
     assert rows["models compute on"] == "cpu, float32 products, attention: sdpa"
     models["judge"].dtype = DType.bfloat16
     assert dict(derived_rows(experiment(models=models)))["models compute on"] == (
-        "actor: cpu, float32 products, attention: sdpa; judge: cpu, bfloat16 products, attention: sdpa"
+        "actor: cpu, float32 products, attention: sdpa; judge: cpu, float32 products (weights in bfloat16, backward "
+        f"products in {backward}), attention: sdpa"
     )

@@ -18,6 +18,7 @@ from realign.models.network import decoder
 from realign.models.network.kv_cache import KVCache
 from realign.models.network.passes import SharedPrompts
 from realign.samplers import InProcessSampling
+from tests.flash_stand_in import compute_as_on_a_gpu
 from tests.tiny import random_sample, save_tiny, tiny_config, tiny_engine
 
 CPU = torch.device("cpu")
@@ -80,7 +81,8 @@ def saved_bytes(run, engine):
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "bloom", "gemma2"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_activations_are_the_tensors_that_autograd_saves(family, dtype):
+def test_activations_are_the_tensors_that_autograd_saves(monkeypatch, family, dtype):
+    compute_as_on_a_gpu(monkeypatch)
     engine = tiny_engine(family, optimizer=OptimizerSpec(lr=1e-3), dtype=dtype, shared_prompts=SharedPrompts.off)
     data = random_sample([[60], [60]])
     tokens = data.lengths["input_ids"].total
@@ -174,3 +176,12 @@ def test_the_cache_of_a_gpu_is_a_fraction_of_what_the_weights_leave(monkeypatch)
     left = 2**27 - memory.kept - memory.rollout_weights
     row = 2 * shape.cache_token * 32
     assert memory.cache == left // 4 // row * row
+
+
+def test_rounded_weights_are_kept_in_both_precisions():
+    shape = shape_of(tiny_config("llama"), Causal())
+    plain, rounded = (
+        MemoryModel(shape, CPU, torch.float32, rounded=r, optimizer=OptimizerSpec(lr=1e-3)) for r in (0, 1)
+    )
+    more = rounded.estimate(WORK).casts - plain.estimate(WORK).casts
+    assert more == (4 + 2) * (shape.in_layers + shape.words * shape.hidden)

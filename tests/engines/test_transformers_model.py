@@ -27,6 +27,7 @@ from realign.errors import ConfigError, DataError, RunError, SettingsError, Tran
 from realign.models import All, Causal, HeadInit, Lora, Score, TopLayers, Value
 from realign.models.network.attention import PackedContext
 from realign.samplers.servers.vllm import Vllm
+from tests.flash_stand_in import compute_as_on_a_gpu
 from tests.tiny import FAMILIES, OTHERS, UNPACKED, random_sample, save_tiny, tiny_engine, tiny_model, tiny_tokenizer
 
 CLASSES = {
@@ -108,6 +109,7 @@ def test_probe_refuses_a_kernel_that_is_wrong_in_bfloat16(monkeypatch):
         out = right(self, layer, module, q, k, v, args)
         return out.roll(1, 1) if q.dtype == torch.bfloat16 else out
 
+    compute_as_on_a_gpu(monkeypatch)
     monkeypatch.setattr(PackedContext, "attend", wrong)
     tiny_engine("llama")
     with pytest.raises(ConfigError, match="'llama' with attention=auto in bfloat16 differs by"):

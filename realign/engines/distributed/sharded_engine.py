@@ -100,7 +100,7 @@ class ShardedEngine(TransformersEngine):
         # Unread weights are compared slice by slice when they are read, see `check_same_slices`.
         check_same_weights(name, self._ranks, {k: x for k, x in given.items() if not isinstance(x, Unread)})
         # every pass is a collective: passes cannot run concurrently
-        settings = replace(settings or NetworkSettings(), parallel_passes=ParallelPasses.off)
+        settings = replace(settings or NetworkSettings(), parallel_passes=ParallelPasses.off, divided=True)
         super().__init__(name, module, tokenizer, settings, value_head=value_head, **further)
         if self.fusion is not None:
             self.fusion.lender = self.network.weights

@@ -7,7 +7,7 @@ returns sums, and the accumulated gradient is divided once, by the weight of the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -386,7 +386,7 @@ class _TrainingModes:
         """
         self._network = network
         self._dropout = dropout > 0
-        self._checkpointed = _enable_checkpointing(network.module) if gradient_checkpointing else []
+        self._checkpointed = _enable_checkpointing(network) if gradient_checkpointing else []
         if self._dropout:
             adapters = {id(layer) for layer in network.trains.dropouts(network)}
             if not _set_dropout((part for part in network.module.modules() if id(part) not in adapters), dropout):
@@ -433,11 +433,13 @@ def _set_dropout(parts: Iterable[nn.Module], rate: float) -> int:
     return count
 
 
-def _enable_checkpointing(module: Any) -> list[Any]:
+def _enable_checkpointing(network: Network) -> list[Any]:
     """Enable gradient checkpointing, and return the modules that check their own `training` flag for it."""
+    module: Any = network.module
     # transformers is renaming this method: use the new name if it exists
     enable = getattr(module, "activation_checkpointing_enable", None) or module.gradient_checkpointing_enable
-    enable({"use_reentrant": False})
+    # torch enters autocast again for the second pass, but no context of ours
+    enable({"use_reentrant": False, "context_fn": lambda: (nullcontext(), network.autocast())})
     # transformers also hooks the embeddings, for reentrant checkpointing. The hook would disable the fused rollout and
     # make the backward pass go through frozen layers.
     module.disable_input_require_grads()

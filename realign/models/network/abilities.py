@@ -13,6 +13,7 @@ import torch
 
 from realign.errors import ConfigError
 from realign.functional.logprobs import LMHead
+from realign.functional.rounding import RoundedWeights, rounding
 from realign.models.network.attention import NotPackableError
 from realign.models.network.compiled_layers import compile_layers
 from realign.models.network.encoder_decoder import EncoderDecoder, EncoderDecoderCache
@@ -82,8 +83,11 @@ def prepare_module(
         pass_context_on(probed)
     probed = module if probed is None else probed
     half = settings.dtype == torch.bfloat16
-    autocast = partial(torch.autocast, device.type, dtype=torch.bfloat16, enabled=half)
+    autocast: Autocast = partial(torch.autocast, device.type, dtype=torch.bfloat16, enabled=half)
     cast = autocast if half else None
+    if half and device.type == "cpu" and settings.rounds_weights:
+        # the probe has weights of its own, which are freed after it
+        autocast, cast = partial(rounding, RoundedWeights()), partial(rounding, RoundedWeights())
     replay, no_replay = _find_replay(module)
     # A branch records the inputs of the trunk's layers with hooks, which cannot tell concurrent passes apart.
     alone = (value_head is not None and value_head.branch is not None) or rewrites_rope(module) or hooked

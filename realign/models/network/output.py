@@ -18,7 +18,7 @@ from torch import Tensor
 
 from realign.api.engine import QValues
 from realign.api.sample import on_device
-from realign.functional.logprobs import LMHead, Support, token_logprobs, vocabulary_divergence
+from realign.functional.logprobs import LMHead, Support, no_autocast, token_logprobs, vocabulary_divergence
 from realign.functional.packed import position_ids
 from realign.models.host import Host
 
@@ -35,7 +35,7 @@ class ScalarHead:
     def __call__(self, hidden_NH: Tensor) -> Tensor:
         """Return one number per hidden state, [N] fp32."""
         bias_1 = None if self.bias_1 is None else self.bias_1.float()
-        with torch.autocast(hidden_NH.device.type, enabled=False):
+        with no_autocast(hidden_NH):
             inputs_NH = F.dropout(hidden_NH.float(), self.dropout)  # `read_head` sets a rate for training passes only
             return F.linear(inputs_NH, self.weight_1H.float(), bias_1)[:, 0]
 

@@ -35,7 +35,7 @@ class NetworkSettings:
     """Settings of a `Network`; see `TransformersModel` for the keys from which they come."""
 
     dtype: torch.dtype = torch.float32
-    """Dtype of matrix products; bfloat16 uses autocast."""
+    """Dtype of matrix products; bfloat16 uses autocast, or on a CPU `rounding`."""
     attention: Backend = Backend.auto
     """Kernel of packed attention."""
     dropout: float = 0.0
@@ -52,6 +52,13 @@ class NetworkSettings:
     """Whether to compute micro-batches concurrently on a CPU."""
     torch_compile: TorchCompile = TorchCompile.off
     """Backend that compiles the decoder layers for training and scoring."""
+    divided: bool = False
+    """Whether several ranks divide the weights."""
+
+    @property
+    def rounds_weights(self) -> bool:
+        """Whether a CPU computes bfloat16 by `rounding`, and not by autocast, which `torch.compile` and FSDP know."""
+        return not self.divided and not self.torch_compile.compiles
 
     def restrict(self, *, load_balancing: bool) -> NetworkSettings:
         """Return the settings, without parallel passes if load balancing or `torch_compile` rules them out."""

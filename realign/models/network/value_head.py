@@ -25,7 +25,7 @@ from typing_extensions import override
 from realign.api.engine import QValues
 from realign.api.seeds import derive_seed
 from realign.errors import ConfigError, DataError
-from realign.functional.logprobs import LMHead, token_logprobs
+from realign.functional.logprobs import LMHead, no_autocast, token_logprobs
 from realign.models.files.model_folder import tensor_names
 from realign.models.files.unread import read_now
 from realign.models.network.branches import Branch, TrunkInputs, check_layers, read_stack
@@ -80,7 +80,7 @@ class ValueNetwork(nn.Module):
 
     def forward(self, hidden_NH: Tensor) -> Tensor:
         """Return one value per hidden state, [N] fp32."""
-        with torch.autocast(hidden_NH.device.type, enabled=False):
+        with no_autocast(hidden_NH):
             return self.head(hidden_NH.float())[:, 0]
 
     def save(self, folder: Path) -> None:
@@ -137,7 +137,7 @@ class QNetwork(nn.Module):
 
     def at(self, hidden_NH: Tensor, tokens_N: Tensor) -> QValues:
         """Return the values of one token per hidden state: [K, N] and [N], without storing those of all tokens."""
-        with torch.autocast(hidden_NH.device.type, enabled=False):
+        with no_autocast(hidden_NH):
             hidden_NH = hidden_NH.float()
             inputs = [_inner(head, hidden_NH) for head in self.online]
             heads = list(zip(self.online, inputs, strict=True))
@@ -149,7 +149,7 @@ class QNetwork(nn.Module):
 
     def smallest_target(self, hidden_NH: Tensor) -> Tensor:
         """Return the smallest value of the target heads for each token of the vocabulary: [N, V] fp32."""
-        with torch.autocast(hidden_NH.device.type, enabled=False):
+        with no_autocast(hidden_NH):
             return torch.stack([head(hidden_NH.float()) for head in self.target]).amin(0)
 
 

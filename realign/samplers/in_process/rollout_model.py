@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from realign.api.engine import PipelinableEngine
 from realign.api.generation import GenerationConfig
 from realign.functional.logprobs import LMHead
+from realign.functional.rounding import active_rounding
 from realign.models.network.attention import AttentionContext
 from realign.models.network.decode_graphs import Capture, DecodeGraphs
 from realign.models.network.decoder import Decoder, ModuleTrunk, PackedDecoder, Trunk
@@ -24,6 +25,7 @@ from realign.models.network.unpacked import OwnCache
 from realign.samplers.in_process.compiled.exact import ExactModel
 from realign.samplers.in_process.compiled.fused_layers import FusedTrunk, for_few_rows
 from realign.samplers.in_process.compiled.fusion import DecodePath, Fusion, copies_limit
+from realign.samplers.in_process.compiled.trunk import CompiledHead, CompiledTrunk
 from realign.samplers.in_process.settings import InProcessSampling
 
 SMALL_PRODUCT = 2**23
@@ -113,7 +115,10 @@ class RolloutModel:
         if self.fusion is None:
             return PackedDecoder(cores.wrap(ModuleTrunk(self.module)), self.routers, self.images), head
         trunk = self.fusion.trunk(length, dtype)
-        head = replace(head, weight_VH=for_few_rows(head.weight_VH.detach()))
+        if active_rounding() is None:
+            head = replace(head, weight_VH=for_few_rows(head.weight_VH.detach()))
+        elif isinstance(trunk, CompiledTrunk) and type(head) is LMHead:
+            head = CompiledHead.of(head, trunk)
         paged = self.routers is None and isinstance(trunk, FusedTrunk) and trunk.runs_paged
         replays = isinstance(trunk, FusedTrunk) and self.fusion.path.now is DecodePath.graphs
         graphs = DecodeGraphs(trunk, Capture(device)) if replays else None

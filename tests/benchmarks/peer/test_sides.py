@@ -15,7 +15,7 @@ PATCHED = [(Rollout, "_draw"), (Network, "run"), (Stepper, "step"), (torch.Tenso
 PATCHED += [(PolicyInterface, "loss"), (PPOCriticInterface, "loss")]
 
 
-@pytest.mark.parametrize("name", ["tiny", "ppo_tiny"])
+@pytest.mark.parametrize("name", ["tiny", "tiny_bf16", "ppo_tiny"])
 def test_our_side_makes_steps_of_the_given_lengths(name, tmp_path, monkeypatch):
     # a side patches these methods for its whole process; monkeypatch restores them after this test
     for owner, method in PATCHED:

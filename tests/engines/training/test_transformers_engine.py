@@ -16,6 +16,7 @@ from realign.api import (
 )
 from realign.engines import OptimizerSpec, Schedule
 from realign.errors import RunError
+from realign.functional.rounding import active_rounding
 from realign.interfaces.components import Constant, SeqMeanTokenMean, SeqMeanTokenSum, TokenMean
 from realign.samplers.in_process.compiled import fusion
 from realign.samplers.in_process.settings import InProcessSampling
@@ -415,9 +416,9 @@ def test_trap_b9_bfloat16_computes_over_fp32_weights():
         seen = []
 
         def loss(out, mb, seen=seen, dtype=dtype):
-            rows, weight = (x.detach().to(dtype) for x in (out.hidden_TH, out.head.weight_VH))
             seen.append(out.logprobs().dtype)
-            assert torch.equal(out.logits, (rows @ weight.T).float())  # the head multiplies in this precision
+            weight_VH = out.head.weight_VH.detach().to(dtype).float()  # a CPU rounds weights only
+            assert torch.equal(out.logits, out.hidden_TH @ weight_VH.T)
             return Likelihood().loss(out, mb)
 
         results[dtype] = stat_values(engine.train_batch(data, ONE, loss, Likelihood().weight))
@@ -490,7 +491,7 @@ def test_generate_passes_on_the_engines_tokens_and_precision(monkeypatch):
     def fake(model, data, config, sampling, *, seed, eos_token_ids, tokenizer):
         seen.update(images=model.images, routers=model.routers, sampling=sampling, seed=seed, eos=eos_token_ids)
         seen.update(grad=torch.is_grad_enabled(), training=model.module.training)
-        seen.update(autocast=torch.is_autocast_enabled("cpu"), head=model.head.weight_VH)
+        seen.update(rounds=active_rounding() is not None, head=model.head.weight_VH)
         return data
 
     monkeypatch.setattr("realign.samplers.in_process.generate.generate", fake)
@@ -508,7 +509,7 @@ def test_generate_passes_on_the_engines_tokens_and_precision(monkeypatch):
         "eos": (2, 5, 7),
         "grad": False,
         "training": False,
-        "autocast": True,
+        "rounds": True,
         "head": engine.head.weight_VH,
     }
     with pytest.raises(ValueError, match="a model with a scalar head cannot generate"):

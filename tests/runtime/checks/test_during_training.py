@@ -20,6 +20,7 @@ from realign.runtime import Evaluation, run
 from realign.runtime.checks.during_training import check_ratio, default_tolerance
 from realign.runtime.evaluation.scores import Repeats, Scored, merge_scored
 from tests.config_parts import Bigram
+from tests.flash_stand_in import compute_as_on_a_gpu
 from tests.toys import BigramModel, Prompts, experiment
 
 TRAIN = RPC("actor_train", "actor", "train_step", inputs=("input_ids",))
@@ -39,8 +40,10 @@ def test_a_larger_difference_warns_and_is_an_error_under_strict_ratio():
         check_ratio(TRAIN, 0.5, 1e-3, strict=True)
 
 
-def test_the_tolerance_of_the_ratio_check_follows_the_precision():
+def test_the_tolerance_of_the_ratio_check_follows_the_precision(monkeypatch):
     assert default_tolerance(TransformersModel("a", dtype=DType.float32)) == 1e-3
+    assert default_tolerance(TransformersModel("a", dtype=DType.bfloat16)) == 1e-3  # rounds weights only
+    compute_as_on_a_gpu(monkeypatch)
     assert default_tolerance(TransformersModel("a", dtype=DType.bfloat16)) == 0.1
     assert default_tolerance(Bigram()) == 1e-3
 

@@ -1,4 +1,5 @@
 // One decode step of a Llama-style trunk in fp32 on one CPU core: the counterpart of `fused_layers.FusedTrunk`.
+// Weights may be stored in bf16, of which half as many bytes are read. Their values are exact in fp32.
 //
 // `library.py` compiles this file, and `trunk.py` calls `realign_decode` with raw pointers, so it
 // needs no headers of torch. A row's result depends only on this row: every sum has a fixed order, which is the same
@@ -29,10 +30,31 @@ constexpr int64_t AHEAD = 8;
 typedef float Vec __attribute__((vector_size(LANES * sizeof(float))));
 typedef int32_t IVec __attribute__((vector_size(LANES * sizeof(int32_t))));
 
+// A number in bf16: the upper half of a float.
+struct Half {
+    uint16_t bits;
+};
+
 inline Vec load(const float* p) {
     Vec v;
     std::memcpy(&v, p, sizeof v);
     return v;
+}
+
+inline Vec load(const Half* p) {
+    typedef uint16_t Halves __attribute__((vector_size(LANES * sizeof(uint16_t))));
+    Halves h;
+    std::memcpy(&h, p, sizeof h);
+    return (Vec)(__builtin_convertvector(h, IVec) << 16);
+}
+
+inline float value(float x) { return x; }
+
+inline float value(Half x) {
+    const uint32_t bits = uint32_t(x.bits) << 16;
+    float y;
+    std::memcpy(&y, &bits, sizeof y);
+    return y;
 }
 
 inline void store(float* p, Vec v) { std::memcpy(p, &v, sizeof v); }
@@ -70,8 +92,8 @@ inline Vec exponential(Vec x) {
 }
 
 // Adds a[R, depth] * w[depth, W * LANES] to c[R, W * LANES]. The product is summed first, which rounds less.
-template <int R, int W>
-inline void tile(const float* a, int64_t lda, const float* w, int64_t ldw, float* c, int64_t ldc, int64_t depth) {
+template <int R, int W, typename T>
+inline void tile(const float* a, int64_t lda, const T* w, int64_t ldw, float* c, int64_t ldc, int64_t depth) {
     Vec sums[R][W] = {};
     for (int64_t k = 0; k < depth; k++, w += ldw) {
         Vec weights[W];
@@ -89,8 +111,8 @@ inline void tile(const float* a, int64_t lda, const float* w, int64_t ldw, float
 }
 
 // The same for the columns from `first` on.
-template <int R>
-void add_rows(const float* a, int64_t lda, const float* w, int64_t ldw, float* c, int64_t ldc, int64_t depth,
+template <int R, typename T>
+void add_rows(const float* a, int64_t lda, const T* w, int64_t ldw, float* c, int64_t ldc, int64_t depth,
               int64_t first, int64_t columns) {
     int64_t j = first;
     for (; j + WIDTH * LANES <= columns; j += WIDTH * LANES) tile<R, WIDTH>(a, lda, w + j, ldw, c + j, ldc, depth);
@@ -98,13 +120,14 @@ void add_rows(const float* a, int64_t lda, const float* w, int64_t ldw, float* c
     for (; j < columns; j++)
         for (int r = 0; r < R; r++) {
             float s = 0;
-            for (int64_t k = 0; k < depth; k++) s = std::fma(a[r * lda + k], w[k * ldw + j], s);
+            for (int64_t k = 0; k < depth; k++) s = std::fma(a[r * lda + k], value(w[k * ldw + j]), s);
             c[r * ldc + j] += s;
         }
 }
 
 // The same for the first of `rows` rows, at most HEIGHT of them.
-inline void add_some(int64_t rows, const float* a, int64_t lda, const float* w, int64_t ldw, float* c, int64_t ldc,
+template <typename T>
+inline void add_some(int64_t rows, const float* a, int64_t lda, const T* w, int64_t ldw, float* c, int64_t ldc,
                      int64_t depth, int64_t columns) {
     switch (rows) {
         case 1: return add_rows<1>(a, lda, w, ldw, c, ldc, depth, 0, columns);
@@ -117,33 +140,44 @@ inline void add_some(int64_t rows, const float* a, int64_t lda, const float* w, 
 }
 
 // One or two rows: wide blocks of columns, which read long pieces of memory.
-template <int R, int W>
-void add_few(const float* a, int64_t lda, const float* w, int64_t columns, float* c, int64_t ldc, int64_t depth) {
+template <int R, int W, typename T>
+void add_few(const float* a, int64_t lda, const T* w, int64_t ldw, int64_t columns, float* c, int64_t ldc,
+             int64_t depth) {
     int64_t j = 0;
-    for (; j + W * LANES <= columns; j += W * LANES) tile<R, W>(a, lda, w + j, columns, c + j, ldc, depth);
-    add_rows<R>(a, lda, w, columns, c, ldc, depth, j, columns);
+    for (; j + W * LANES <= columns; j += W * LANES) tile<R, W>(a, lda, w + j, ldw, c + j, ldc, depth);
+    add_rows<R>(a, lda, w, ldw, c, ldc, depth, j, columns);
 }
 
 // c[rows, columns] += a[rows, inputs] * w[inputs, columns]
-void add_product(int64_t rows, const float* a, int64_t lda, const float* w, int64_t inputs, int64_t columns, float* c,
-                 int64_t ldc) {
+template <typename T>
+void add_product(int64_t rows, const float* a, int64_t lda, const T* w, int64_t ldw, int64_t inputs, int64_t columns,
+                 float* c, int64_t ldc) {
     for (int64_t k = 0; k < inputs; k += DEPTH) {
         const int64_t depth = inputs - k < DEPTH ? inputs - k : DEPTH;
-        const float* part = w + k * columns;
+        const T* part = w + k * ldw;
         if (rows == 1) {
-            add_few<1, 4 * WIDTH>(a + k, lda, part, columns, c, ldc, depth);
+            add_few<1, 4 * WIDTH>(a + k, lda, part, ldw, columns, c, ldc, depth);
             continue;
         }
         if (rows == 2) {
-            add_few<2, 2 * WIDTH>(a + k, lda, part, columns, c, ldc, depth);
+            add_few<2, 2 * WIDTH>(a + k, lda, part, ldw, columns, c, ldc, depth);
             continue;
         }
         for (int64_t j = 0; j < columns; j += WIDTH * LANES) {
             const int64_t some = columns - j < WIDTH * LANES ? columns - j : WIDTH * LANES;
             for (int64_t r = 0; r < rows; r += HEIGHT)
-                add_some(rows - r, a + k + r * lda, lda, part + j, columns, c + r * ldc + j, ldc, depth, some);
+                add_some(rows - r, a + k + r * lda, lda, part + j, ldw, c + r * ldc + j, ldc, depth, some);
         }
     }
+}
+
+// The same for a weight that is stored in bf16 if `half` is not 0, else in fp32.
+void add_product(bool half, int64_t rows, const float* a, int64_t lda, const void* w, int64_t ldw, int64_t inputs,
+                 int64_t columns, float* c, int64_t ldc) {
+    if (half)
+        add_product(rows, a, lda, static_cast<const Half*>(w), ldw, inputs, columns, c, ldc);
+    else
+        add_product(rows, a, lda, static_cast<const float*>(w), ldw, inputs, columns, c, ldc);
 }
 
 void start_with(int64_t rows, const float* bias, int64_t columns, float* c) {
@@ -235,8 +269,15 @@ extern "C" {
 
 // Weights are [inputs, outputs]; a bias or norm that the layer lacks is null. `trunk.py` has the same fields.
 struct Layer {
-    const float *attention_norm, *qkv, *qkv_bias, *qk_norm, *output, *output_bias;
-    const float *mlp_norm, *gate_up, *gate_up_bias, *down, *down_bias;
+    const float* attention_norm;
+    const void* qkv;
+    const float *qkv_bias, *qk_norm;
+    const void* output;
+    const float *output_bias, *mlp_norm;
+    const void* gate_up;
+    const float* gate_up_bias;
+    const void* down;
+    const float* down_bias;
     float *keys, *values;  // [slots, key heads, cache length, head size]
     int64_t queries, groups, window, inner;  // query heads, key heads, sliding window or 0, size of the gate
     float attention_floor, qk_floor, mlp_floor, scaling;
@@ -245,7 +286,7 @@ struct Layer {
 struct Trunk {
     const Layer* layers;
     const float *embedding, *turns, *norm;  // turns: [positions, head size / 2] pairs of cosine and sine
-    int64_t n_layers, hidden, head_size, cache_length;
+    int64_t n_layers, hidden, head_size, cache_length, half;  // half: 1 if the layers' weights are stored in bf16
     float floor;
 };
 
@@ -279,7 +320,7 @@ void realign_decode(const Trunk* trunk, int64_t rows, int64_t first_slot, int64_
         for (int64_t b = 0; b < rows; b++)
             normalize(x + b * hidden, l.attention_norm, l.attention_floor, hidden, h + b * hidden);
         start_with(rows, l.qkv_bias, outputs, qkv);
-        add_product(rows, h, hidden, l.qkv, hidden, outputs, qkv, outputs);
+        add_product(trunk->half, rows, h, hidden, l.qkv, outputs, hidden, outputs, qkv, outputs);
         for (int64_t b = 0; b < rows; b++) {
             float* q = qkv + b * outputs;
             const int64_t p = positions[b];
@@ -304,24 +345,26 @@ void realign_decode(const Trunk* trunk, int64_t rows, int64_t first_slot, int64_
             }
         }
         add_bias(rows, l.output_bias, hidden, x);
-        add_product(rows, mixed, l.queries * size, l.output, l.queries * size, hidden, x, hidden);
+        add_product(trunk->half, rows, mixed, l.queries * size, l.output, hidden, l.queries * size, hidden, x, hidden);
         for (int64_t b = 0; b < rows; b++)
             normalize(x + b * hidden, l.mlp_norm, l.mlp_floor, hidden, h + b * hidden);
         start_with(rows, l.gate_up_bias, 2 * l.inner, gate_up);
-        add_product(rows, h, hidden, l.gate_up, hidden, 2 * l.inner, gate_up, 2 * l.inner);
+        add_product(trunk->half, rows, h, hidden, l.gate_up, 2 * l.inner, hidden, 2 * l.inner, gate_up, 2 * l.inner);
         for (int64_t b = 0; b < rows; b++)
             activate(gate_up + b * 2 * l.inner, gate_up + b * 2 * l.inner + l.inner, l.inner);
         add_bias(rows, l.down_bias, hidden, x);
-        add_product(rows, gate_up, 2 * l.inner, l.down, l.inner, hidden, x, hidden);
+        add_product(trunk->half, rows, gate_up, 2 * l.inner, l.down, hidden, l.inner, hidden, x, hidden);
     }
     for (int64_t b = 0; b < rows; b++)
         normalize(x + b * hidden, trunk->norm, trunk->floor, hidden, x + b * hidden);
 }
 
-// c[rows, columns] = a[rows, inputs] * w[inputs, columns]
-void realign_product(int64_t rows, const float* a, const float* w, int64_t inputs, int64_t columns, float* c) {
-    start_with(rows, nullptr, columns, c);
-    add_product(rows, a, inputs, w, inputs, columns, c, columns);
+// c[rows, :columns] = a[rows, inputs] * w[inputs, :columns], where rows of c and w have `stride` columns. `w` is stored
+// in bf16 if `half` is not 0.
+void realign_product(int64_t rows, const float* a, const void* w, int64_t inputs, int64_t columns, float* c,
+                     int64_t stride, int64_t half) {
+    for (int64_t r = 0; r < rows; r++) std::memset(c + r * stride, 0, columns * sizeof(float));
+    add_product(half, rows, a, inputs, w, stride, inputs, columns, c, stride);
 }
 
 // Log-probs of one token per row under the softmax of `logits` [rows, words], and the log-sum-exp of each row.

@@ -21,6 +21,7 @@ from typing_extensions import override
 
 from realign.errors import ConfigError
 from realign.functional.logprobs import LMHead
+from realign.functional.rounding import no_rounding
 from realign.models.network.decoder import PackedCache, PackedDecoder, Text
 from realign.models.network.images import PromptInput, ids_of
 from realign.models.network.kv_cache import KVCache
@@ -65,7 +66,8 @@ class ExactModel:
         """Copy the current weights of the layers and the head, for texts of up to `length` tokens."""
         self._length = max(self._length, length)
         try:
-            trunk = self._fusion.trunk(self._length, torch.float32)
+            with no_rounding():  # also with dtype=bfloat16, whose gradient has rounded weights
+                trunk = self._fusion.trunk(self._length, torch.float32)
         except ConfigError as error:
             raise ConfigError(f"models.{self._network.name}.{error}") from error
         assert isinstance(trunk, CompiledTrunk)  # raises otherwise, since it is required
@@ -136,7 +138,14 @@ class ExactHead:
         inputs, words = self._weight_HV.shape
         logits_NV = torch.empty(len(hidden_NH), words)
         self._library.realign_product(
-            len(hidden_NH), hidden_NH.data_ptr(), self._weight_HV.data_ptr(), inputs, words, logits_NV.data_ptr()
+            len(hidden_NH),
+            hidden_NH.data_ptr(),
+            self._weight_HV.data_ptr(),
+            inputs,
+            words,
+            logits_NV.data_ptr(),
+            words,
+            0,
         )
         return logits_NV
 

@@ -125,6 +125,8 @@ class FusedTrunk:
     norm: RMSNorm
     turns: Tensor
     """[length, 1, D / 2] complex: rotation of each rotary pair at each position."""
+    rounded: bool = False
+    """Whether the weights of the layers are exact in bf16, see `realign.functional.rounding`."""
 
     @property
     def runs_paged(self) -> bool:

@@ -23,6 +23,7 @@ from typing_extensions import override
 from realign.errors import ConfigError
 from realign.functional.logprobs import no_autocast
 from realign.functional.packed import cu_seqlens_of, position_ids
+from realign.functional.rounding import active_rounding
 from realign.models.device import free_bytes
 from realign.models.network.attention import PackedContext
 from realign.models.network.decode_graphs import why_no_graphs
@@ -189,7 +190,8 @@ class Fusion:
                 layers = list(_read_layers(self._model, self._args, dtype))
             base = self._model.base_model
             turns = _rotations(self._model, length)
-            trunk = self.path.fastest(FusedTrunk(base.embed_tokens.weight.detach(), layers, _norm(base.norm), turns))
+            embedding, rounded = base.embed_tokens.weight.detach(), active_rounding() is not None
+            trunk = self.path.fastest(FusedTrunk(embedding, layers, _norm(base.norm), turns, rounded))
             self.obstacle = None
             return trunk
         except _Unknown as error:
@@ -544,7 +546,10 @@ def _norm(module: Any) -> RMSNorm:
 
 
 def _linear(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Linear:
-    return Linear(for_few_rows(weight.detach().to(dtype)), None if bias is None else bias.detach().to(dtype))
+    weight = weight.detach()
+    if active_rounding() is not None:
+        weight = weight.to(torch.bfloat16).float()
+    return Linear(for_few_rows(weight.to(dtype)), None if bias is None else bias.detach().to(dtype))
 
 
 def _biases(*linears: Any) -> Tensor | None:

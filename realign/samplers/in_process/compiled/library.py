@@ -161,7 +161,7 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     """Declare the argument types of the functions in `decode_step.cpp`."""
     pointer, count = ctypes.c_void_p, ctypes.c_int64
     library.realign_decode.argtypes = [pointer, count, count, count, pointer, pointer, pointer, pointer]
-    library.realign_product.argtypes = [count, pointer, pointer, count, count, pointer]
+    library.realign_product.argtypes = [count, pointer, pointer, count, count, pointer, count, count]
     library.realign_logprobs.argtypes = [count, pointer, count, pointer, pointer, pointer]
     for procedure in (library.realign_decode, library.realign_product, library.realign_logprobs):
         procedure.restype = None

@@ -9,14 +9,18 @@ Shapes: B rows being decoded, H hidden size.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from ctypes import c_float, c_int64, c_void_p
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from typing_extensions import override
 
+from realign.functional.logprobs import LMHead, Projection
 from realign.functional.packed import cu_seqlens_of, position_ids
 from realign.models.network.attention import AttentionContext
 from realign.models.network.kv_cache import DecodeContext, KeyValues, KVCache, PrefillContext
@@ -29,6 +33,9 @@ This is an estimate that was not measured."""
 
 _LARGE_PRODUCT = 2**27
 """Multiply-adds of a matrix product per thread from which torch is faster (measured on one core with MKL)."""
+
+_COLUMNS = 64
+"""Columns of which each thread gets a multiple: a block of `tile` in decode_step.cpp, or several."""
 
 _TEXT_ROWS = 256
 """Rows of a text in one call, which limits the scratch memory."""
@@ -56,7 +63,7 @@ class _Trunk(ctypes.Structure):
 
     _fields_ = (
         *((name, c_void_p) for name in ("layers", "embedding", "turns", "norm")),
-        *((name, c_int64) for name in ("n_layers", "hidden", "head_size", "cache_length")),
+        *((name, c_int64) for name in ("n_layers", "hidden", "head_size", "cache_length", "half")),
         ("floor", c_float),
     )
 
@@ -71,14 +78,14 @@ class CompiledTrunk:
         self.fused = fused
         self._library = library
         self._hidden = fused.embedding.shape[1]
-        matrices = [
-            x.weight.numel() for layer in fused.layers for x in (layer.qkv, layer.output, layer.gate_up, layer.down)
-        ]
+        matrices = [x.weight.numel() for layer in fused.layers for x in _linears(layer)]
         self._mean_weights = sum(matrices) / len(matrices)
         # kept, since the library has only pointers
         self._embedding, self._turns = fused.embedding.contiguous(), torch.view_as_real(fused.turns).contiguous()
         self._numbered = list(enumerate(fused.layers))
-        self._layers = (_Layer * len(fused.layers))(*map(_layer, fused.layers))
+        stored = [tuple(_stored(x, fused.rounded) for x in _linears(layer)) for layer in fused.layers]
+        self._stored = stored
+        self._layers = (_Layer * len(fused.layers))(*map(_layer, fused.layers, stored))
         self._trunk = _Trunk(
             ctypes.addressof(self._layers),
             self._embedding.data_ptr(),
@@ -88,6 +95,7 @@ class CompiledTrunk:
             self._hidden,
             2 * fused.turns.shape[-1],
             0,
+            fused.rounded,
             float(fused.norm.floor),
         )
         self._address = ctypes.addressof(self._trunk)
@@ -97,6 +105,8 @@ class CompiledTrunk:
     def __call__(self, ids_N: Tensor, positions_N: Tensor, context: AttentionContext) -> Tensor:
         """See `Trunk`."""
         threads = torch.get_num_threads()
+        if self.fused.rounded:  # half of the bytes, for which one thread is faster than torch
+            threads = max(1, min(threads, len(ids_N) // _ROWS_PER_THREAD))
         if isinstance(context, DecodeContext) and self.computes(len(ids_N), threads):
             return self.decode(ids_N, positions_N, context.cache, threads)
         return self.fused(ids_N, positions_N, context)
@@ -145,6 +155,24 @@ class CompiledTrunk:
         else:  # threads of Python suffice, since a call by ctypes releases the interpreter lock
             list(self._pool(threads).map(run, range(threads)))
         return x_BH
+
+    def product(self, x_NK: Tensor, stored_KM: Tensor) -> Tensor:
+        """Return the product [N, M] with a weight stored in bf16, whose columns the threads of torch divide."""
+        x_NK, (inputs, columns) = x_NK.contiguous(), stored_KM.shape
+        y_NM = torch.empty(len(x_NK), columns)
+        threads = torch.get_num_threads()
+        ends = [columns * i // threads // _COLUMNS * _COLUMNS for i in range(threads)] + [columns]
+
+        def run(part: int) -> None:
+            first, last = ends[part], ends[part + 1]
+            weight, out = stored_KM[:, first:].data_ptr(), y_NM[:, first:].data_ptr()
+            self._library.realign_product(len(x_NK), x_NK.data_ptr(), weight, inputs, last - first, out, columns, 1)
+
+        if threads == 1:
+            run(0)
+        else:
+            list(self._pool(threads).map(run, range(threads)))
+        return y_NM
 
     def texts(self, ids_R: Tensor, pieces: Sequence[int], after: Sequence[int]) -> tuple[Tensor, KeyValues]:
         """Return the last hidden states [R, H] of whole texts, and the keys and values of the last piece.
@@ -244,16 +272,31 @@ def check_supported(fused: FusedTrunk) -> None:
             raise ValueError("query heads are not a multiple of the key heads")
 
 
-def _layer(layer: FusedLayer) -> _Layer:
+def _linears(layer: FusedLayer) -> tuple[Linear, ...]:
+    return layer.qkv, layer.output, layer.gate_up, layer.down
+
+
+def _stored(linear: Linear, rounded: bool) -> Tensor:
+    """Return the weight as [inputs, outputs], in bf16 if it is rounded. `for_few_rows` has stored it like this."""
+    assert linear.weight.t().is_contiguous()
+    assert linear.bias is None or linear.bias.is_contiguous()
+    return linear.weight.t().to(torch.bfloat16) if rounded else linear.weight.t()
+
+
+def _layer(layer: FusedLayer, stored: tuple[Tensor, ...]) -> _Layer:
     norm = layer.qk_norm
+    qkv, output, gate_up, down = (
+        (weight.data_ptr(), None if linear.bias is None else linear.bias.data_ptr())
+        for weight, linear in zip(stored, _linears(layer), strict=True)
+    )
     return _Layer(
         layer.attention_norm.weight.data_ptr(),
-        *_linear(layer.qkv),
+        *qkv,
         None if norm is None else norm.weight.data_ptr(),
-        *_linear(layer.output),
+        *output,
         layer.mlp_norm.weight.data_ptr(),
-        *_linear(layer.gate_up),
-        *_linear(layer.down),
+        *gate_up,
+        *down,
         None,
         None,
         layer.heads[0],
@@ -267,8 +310,20 @@ def _layer(layer: FusedLayer) -> _Layer:
     )
 
 
-def _linear(linear: Linear) -> tuple[int, int | None]:
-    """Return the addresses of weight and bias. `for_few_rows` stores the weight as [inputs, outputs]."""
-    assert linear.weight.t().is_contiguous()
-    assert linear.bias is None or linear.bias.is_contiguous()
-    return linear.weight.data_ptr(), None if linear.bias is None else linear.bias.data_ptr()
+@dataclass(frozen=True, eq=False)
+class CompiledHead(LMHead):
+    """A head for sampling whose product runs in the library, with the weight stored in bf16."""
+
+    product: Callable[[Tensor], Tensor] | None = None
+    """Returns the product of hidden states with the weight."""
+
+    @classmethod
+    def of(cls, head: LMHead, trunk: CompiledTrunk) -> CompiledHead:
+        """Return the head with the current values of its weight, rounded to bf16."""
+        stored_HV = head.weight_VH.detach().to(torch.bfloat16).t().contiguous()
+        return cls(**vars(head), product=partial(trunk.product, stored_KM=stored_HV))
+
+    @override
+    def _product(self, hidden_NH: Tensor, project: Projection) -> Tensor:
+        assert self.product is not None
+        return self.product(hidden_NH)

@@ -61,9 +61,15 @@ def in_training(engine, data, spec):
     return computed_T, gradient
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "phi3"])
-def test_scoring_and_training_have_the_bits_of_the_rollout_however_it_is_batched(family):
-    policy = engine(family, sampling=replace(EXACT, max_slots=4))
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [
+        *((family, torch.float32) for family in ("llama", "qwen2", "qwen3", "mistral", "phi3")),
+        ("llama", torch.bfloat16),
+    ],
+)
+def test_scoring_and_training_have_the_bits_of_the_rollout_however_it_is_batched(family, dtype):
+    policy = engine(family, sampling=replace(EXACT, max_slots=4), dtype=dtype)
     out = policy.generate(prompts(), CONFIG, seed=0)
     alone = [policy.generate(prompts([i]), CONFIG, seed=0) for i in range(5)]
     assert torch.equal(torch.cat([x["logprobs"] for x in alone]), out["logprobs"])

@@ -3,18 +3,21 @@ from __future__ import annotations
 import ctypes
 import logging
 import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from realign.api import GenerationConfig
+from realign.api import GenerationConfig, MicroBatchSpec
 from realign.engines import TransformersModel
 from realign.errors import ConfigError, SettingsError
+from realign.functional.rounding import RoundedWeights, rounding
 from realign.models import Lora
 from realign.models.network.kv_cache import DecodeContext, KVCache
 from realign.samplers.in_process.compiled import fusion as fusion_module
+from realign.samplers.in_process.compiled.fused_layers import FusedTrunk
 from realign.samplers.in_process.compiled.fusion import DecodePath, Fusion
 from realign.samplers.in_process.compiled.library import CompiledDecode, LibraryError, load_library
 from realign.samplers.in_process.compiled.trunk import CompiledTrunk
@@ -40,10 +43,17 @@ SHAPES = st.fixed_dictionaries(
 )
 
 
-def compiled(model, length=LENGTH):
+def rounds(half):
+    return rounding(RoundedWeights()) if half else nullcontext()
+
+
+def compiled(model, length=LENGTH, half=False):
     library = load_library()
     assert isinstance(library, ctypes.CDLL), library
-    trunk = Fusion(model, CompiledDecode.off).trunk(length, torch.float32)
+    with rounds(half):
+        trunk = Fusion(model, CompiledDecode.off).trunk(length, torch.float32)
+    assert isinstance(trunk, FusedTrunk)
+    assert trunk.rounded == half
     return CompiledTrunk(trunk, library)
 
 
@@ -68,13 +78,18 @@ def error(got, want):
 
 
 @requires_compiler
-@given(family=st.sampled_from(["llama", "qwen2", "qwen3", "mistral"]), shape=SHAPES, rows=st.integers(1, 20))
-def test_a_step_matches_torch_for_any_shape_and_number_of_rows(family, shape, rows):
+@given(
+    family=st.sampled_from(["llama", "qwen2", "qwen3", "mistral"]),
+    shape=SHAPES,
+    rows=st.integers(1, 20),
+    half=st.booleans(),
+)
+def test_a_step_matches_torch_for_any_shape_and_number_of_rows(family, shape, rows, half):
     with torch.no_grad():
         model = tiny_model(family, **shape)
         for x in model.parameters():  # biases of 0 and norms of 1 would hide errors
             x.add_(0.1 * torch.randn(x.shape, generator=torch.Generator().manual_seed(rows)))
-        trunk = compiled(model)
+        trunk = compiled(model, half=half)
         ids, positions, cache = random_step(trunk, rows)
         got = trunk.decode(ids, positions, cache)
         written = [x.clone() for i in range(len(trunk.fused.layers)) for x in cache[i]]
@@ -85,21 +100,41 @@ def test_a_step_matches_torch_for_any_shape_and_number_of_rows(family, shape, ro
 
 
 @requires_compiler
+@pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize("case", KNOWN)
-def test_rollouts_of_known_families_sample_the_same(case):
+def test_rollouts_of_known_families_sample_the_same(case, half):
     family, overrides = KNOWN[case]
     model = tiny_model(family, **overrides)
     ours, torchs = Fusion(model, CompiledDecode.on), Fusion(model, CompiledDecode.off)
-    got, want = rollout(model, ours), rollout(model, torchs)
+    with rounds(half):
+        got, want = rollout(model, ours), rollout(model, torchs)
     assert (ours.path.now, torchs.path.now) == (DecodePath.compiled, DecodePath.fused)
     assert responses(got) == responses(want)
     assert torch.allclose(got["logprobs"], want["logprobs"], atol=1e-5)
 
 
 @requires_compiler
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "mixtral"])
+def test_in_bf16_sampler_and_trainer_differ_as_little_as_in_fp32(monkeypatch, family, threads):
+    engine = tiny_engine(family, dtype=torch.bfloat16)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    batch = engine.generate(sample_of(prompts()), GenerationConfig(n=3, max_new_tokens=24), seed=0)
+
+    def scores(out, mb):
+        return mb.with_tokens(scored=out.logprobs()).select(["scored"])
+
+    scored = engine.forward(batch, MicroBatchSpec(), scores)["scored"]
+    mask = batch["loss_mask"]
+    assert mask.sum() > 50
+    assert (scored - batch["logprobs"])[mask].abs().max() <= 1e-5
+
+
+@requires_compiler
+@pytest.mark.parametrize("half", [False, True])
 @torch.no_grad()
-def test_a_rows_result_depends_neither_on_other_rows_nor_on_threads():
-    trunk = compiled(tiny_model("qwen2"))
+def test_a_rows_result_depends_neither_on_other_rows_nor_on_threads(half):
+    trunk = compiled(tiny_model("qwen2"), half=half)
     ids, positions, cache = random_step(trunk, 19)
     together = trunk.decode(ids, positions, cache)
     for threads in (2, 3):
