@@ -4,7 +4,7 @@ A rollout and a training pass compute with the same rounded weights, and sum in 
 log-probs differ as little. If activations were rounded too, as by autocast, then orders of summation would round some
 of them differently, and after a few layers all of them: log-probs of SmolLM2-135M differ by 0.03 nats on average.
 
-Weights are rounded once per optimizer step, for all passes and threads. A CPU compiles a product in bf16 for each
+Weights are rounded once for all passes and threads of an optimizer step. A CPU compiles a product in bf16 for each
 number of rows, which costs as much as the product, so rows are filled up with zeros to few sizes.
 
 Shapes: N rows, R rows with those of zeros, K inputs, M outputs.
@@ -73,7 +73,11 @@ class RoundedWeight:
 
 
 class RoundedWeights:
-    """The rounded weights of a network. Each is rounded once per optimizer step."""
+    """The rounded weights of a network. Each is rounded once for the passes between two calls of `forget`.
+
+    The caller forgets them before passes with other values. Versions of tensors don't suffice, since a fused optimizer
+    doesn't count its steps there.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -81,6 +85,11 @@ class RoundedWeights:
         self._known: dict[tuple[int, torch.Size], RoundedWeight] = {}
         self.count = 0
         """Number of weights that were rounded, each time counted."""
+
+    def forget(self) -> None:
+        """Round all weights again when they are needed."""
+        with self._lock:
+            self._known.clear()
 
     def of(self, weight: Tensor) -> RoundedWeight:
         """Return a weight's current values, rounded."""

@@ -56,15 +56,17 @@ def test_gradients_reach_inputs_weights_and_biases(instructions):
         assert difference < (0.01 if instructions else 1e-6)
 
 
-def test_each_weight_is_rounded_once_per_optimizer_step(instructions):
+@pytest.mark.parametrize("fused", [True, False])  # a fused optimizer doesn't count its steps in `_version`
+def test_each_weight_is_rounded_once_per_optimizer_step(instructions, fused):
     network, weights = layers(True), RoundedWeights()
-    optimizer = torch.optim.AdamW(network.parameters(), lr=0.1)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=0.1, fused=fused)
     for step in range(1, 4):
         for rows in (5, 9, 700):  # micro-batches
             with rounding(weights):
                 network(torch.randn(rows, 24)).sum().backward()
         assert weights.count == 2 * step
         optimizer.step()
+        weights.forget()
     with rounding(weights):
         y = network(x := torch.ones(2, 24))
     assert torch.equal(y, F.linear(torch.tanh(F.linear(x, rounded(network[0].weight), network[0].bias)),

@@ -39,6 +39,8 @@ class Abilities:
 
     autocast: Callable[[], AbstractContextManager[Any]]
     """Context of all passes."""
+    rounded: RoundedWeights | None
+    """The weights that this context rounds; None if it rounds none."""
     shares: bool
     """Whether the prompt of a group is computed once."""
     parallel: bool = False
@@ -84,16 +86,17 @@ def prepare_module(
     probed = module if probed is None else probed
     half = settings.dtype == torch.bfloat16
     autocast: Autocast = partial(torch.autocast, device.type, dtype=torch.bfloat16, enabled=half)
-    cast = autocast if half else None
+    cast, rounded = autocast if half else None, None
     if half and device.type == "cpu" and settings.rounds_weights:
-        # the probe has weights of its own, which are freed after it
-        autocast, cast = partial(rounding, RoundedWeights()), partial(rounding, RoundedWeights())
+        rounded = RoundedWeights()
+        autocast = cast = partial(rounding, rounded)
     replay, no_replay = _find_replay(module)
     # A branch records the inputs of the trunk's layers with hooks, which cannot tell concurrent passes apart.
     alone = (value_head is not None and value_head.branch is not None) or rewrites_rope(module) or hooked
     on_cpu = device.type == "cpu"
     abilities = Abilities(
         autocast,
+        rounded,
         shares=settings.shared_prompts is SharedPrompts.auto,
         parallel=settings.parallel_passes is ParallelPasses.auto and on_cpu and not alone,
         fuses=settings.fused_rollout and isinstance(read_head(module), LMHead),
@@ -162,7 +165,8 @@ def _unpack(
     decoding = None if own_cache is None else own_cache.describe()
     logger.warning(cost(name, reason, decoding))
     no_replay = f"{reason} Replay requires a model that can run packed."
-    return Abilities(abilities.autocast, shares=False, no_replay=no_replay, unpacked=unpacked, own_cache=own_cache)
+    plain = Abilities(abilities.autocast, abilities.rounded, shares=False)
+    return replace(plain, no_replay=no_replay, unpacked=unpacked, own_cache=own_cache)
 
 
 def _compile(where: str, abilities: Abilities, module: Any, probed: Any, settings: NetworkSettings) -> None:

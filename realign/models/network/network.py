@@ -140,6 +140,8 @@ class Network(nn.Module):
             parallel: whether the passes may run concurrently.
             training: whether the passes are differentiated.
         """
+        if self.abilities.rounded is not None:
+            self.abilities.rounded.forget()
         if self.exact is not None:
             self.exact.read(int(data.lengths[TOKENS].flat.max(initial=1)))
         draws = training and self.draws

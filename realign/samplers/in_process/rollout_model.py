@@ -106,6 +106,8 @@ class RolloutModel:
         """
         if self.exact is not None:
             return self.exact.decoder(length), self.exact.head(self.head)
+        if (rounded := active_rounding()) is not None:
+            rounded.forget()
         head = self.head
         device = next(self.module.parameters()).device
         if (dtype := product_dtype(device)) != torch.float32:
@@ -115,7 +117,7 @@ class RolloutModel:
         if self.fusion is None:
             return PackedDecoder(cores.wrap(ModuleTrunk(self.module)), self.routers, self.images), head
         trunk = self.fusion.trunk(length, dtype)
-        if active_rounding() is None:
+        if rounded is None:
             head = replace(head, weight_VH=for_few_rows(head.weight_VH.detach()))
         elif isinstance(trunk, CompiledTrunk) and type(head) is LMHead:
             head = CompiledHead.of(head, trunk)

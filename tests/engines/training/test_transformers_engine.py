@@ -431,6 +431,25 @@ def test_trap_b9_bfloat16_computes_over_fp32_weights():
     assert results[torch.bfloat16]["loss"] != results[torch.float32]["loss"]
 
 
+def test_rounded_weights_follow_every_optimizer_step():
+    data = random_sample(LENGTHS)
+    engine = tiny_engine(optimizer=OptimizerSpec(lr=1e-2), dtype=torch.bfloat16)
+    matrices = sum(isinstance(part, torch.nn.Linear) for part in engine.module.modules())
+    rounded = engine.network.abilities.rounded
+    prompts = SequenceSample.from_sequences([0], {"prompt_ids": [[torch.tensor([5, 9, 4])]]})
+    for spec in (ONE, SPECS[-1]):
+        before = rounded.count
+        train(engine, data, spec)
+        assert rounded.count == before + matrices  # once for all micro-batches
+        fresh = tiny_engine(optimizer=OptimizerSpec(lr=1e-2), dtype=torch.bfloat16)
+        fresh.load_weights(engine.weights())
+        scored = [x.forward(data, ONE, lambda out, mb: mb.with_tokens(x=out.logprobs()))["x"] for x in (engine, fresh)]
+        config = GenerationConfig(max_new_tokens=8)
+        sampled = [x.generate(prompts, config, seed=0)["logprobs"] for x in (engine, fresh)]
+        assert torch.equal(*scored)
+        assert torch.equal(*sampled)
+
+
 @pytest.mark.parametrize("spec", [ONE, SPECS[-1]])
 def test_forward_gives_results_in_the_order_of_the_batch(spec):
     engine = tiny_engine(optimizer=STEP)
