@@ -81,7 +81,8 @@ Usage
   realign report RUN...           write curves, samples and tokens to an HTML file: [--out FILE report.samples_mb=3]
   realign view [RUNS]             serve the runs in a folder: [view.port=8765 view.host=127.0.0.1 view.samples_mb=3]
   realign compare RUN RUN...      compare metrics and settings of runs
-  realign why RUN                 say why a run does not learn: [FILE.py:SYMPTOM ...] of your own
+  realign why RUN...              say why a run does not learn: [FILE.py:SYMPTOM ...] of your own. [--test --yes] forks
+                                  it once per change, or per key=value: [why.step=0 why.steps=10]
   realign replay RUN STEP         recompute a step, bit for bit: [--out DIR] [--break interfaces.actor] opens a debugger
                                   with recorded rewards and episodes; [--rescore] computes them again
   realign fork RUN STEP <overrides>   continue a run from a step with other settings, in a new folder

@@ -1,4 +1,4 @@
-"""`realign report`, `view`, `compare` and `why`: show the records of runs, and what is wrong with them."""
+"""`realign report`, `view` and `compare`: show the records of runs."""
 
 from __future__ import annotations
 
@@ -63,26 +63,6 @@ def compare(args: argparse.Namespace, words: Sequence[str]) -> int:
     return 0
 
 
-def why(args: argparse.Namespace, words: Sequence[str]) -> int:
-    """Run `realign why RUN`: print what keeps a run from learning. FILE.py:NAME are symptoms of the user."""
-    from rich.console import Console
-
-    from realign.records.diagnosis import diagnosis_lines, diagnosis_of
-    from realign.report.files import check_run
-    from realign.rewards.pool.functions import load_object
-
-    folders = [word for word in words if ":" not in word]
-    if len(folders) != 1:
-        raise ConfigError(f"realign why expects one run, such as runs/NAME, found {folders or 'none'}")
-    check_run(Path(folders[0]))
-    symptoms = [load_object(word, "symptom", "FILE.py:NAME") for word in words if ":" in word]
-    # a class is a symptom with settings
-    diagnosis = diagnosis_of(Path(folders[0]), [x() if isinstance(x, type) else x for x in symptoms])
-    for line in diagnosis_lines(Path(folders[0]), diagnosis):
-        Console().print(line, markup=False, highlight=False, soft_wrap=True)
-    return 0
-
-
 def _runs(command: str, words: Sequence[str], at_least: int) -> list[Path]:
     """Return the folders of the runs that the command line names.
 
@@ -103,4 +83,4 @@ def _runs(command: str, words: Sequence[str], at_least: int) -> list[Path]:
     return folders
 
 
-__all__ = ["compare", "report", "view", "why"]
+__all__ = ["compare", "report", "view"]

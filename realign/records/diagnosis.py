@@ -14,13 +14,13 @@ import re
 import shlex
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
-from functools import cache, cached_property
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any
 
+from realign.records.evidence import RECENT, RunRecords, goes_on, repeats, response_text, token_texts
 from realign.records.record_files import METRICS, json_lines, yaml_object
 from realign.safe_yaml import load_yaml
 from realign.text import shorten, visible
@@ -28,10 +28,6 @@ from realign.text import shorten, visible
 PAGE = "docs/guides/why.md"
 MOST = 3
 """Number of causes that are shown."""
-RECENT = 10
-"""Steps at the end of a run that count as recent. Fewer are not judged."""
-POINTS = 400
-"""Number of steps that are looked at; of longer runs, an even selection and the recent ones."""
 PROVEN, CERTAIN, LIKELY, POSSIBLE = 0.95, 0.9, 0.7, 0.4
 """How sure a cause is: a setting or a text proves it, numbers do, they fit hardly anything else, or just fit."""
 
@@ -84,189 +80,6 @@ def _cause(name: str, sure: float, *facts: str, **values: Any) -> Cause:
     return Cause(name, words["says"].format_map(values), tuple(filter(None, facts)), words["do"], sure, settings)
 
 
-class Course(NamedTuple):
-    """How a metric moved: its level at the start and at the end, and the standard error of the difference."""
-
-    start: float
-    end: float
-    error: float
-
-    def moved(self, sign: int, least: float = 0.03) -> bool:
-        """Return whether the metric rose (1) or fell (-1), by more than noise and more than `least`."""
-        return sign * (self.end - self.start) > max(2 * self.error, least)
-
-    def __str__(self) -> str:
-        return f"{self.start:.4g} to {self.end:.4g}"
-
-
-def course_of(values: Sequence[float]) -> Course | None:
-    """Return the course of a metric; None of fewer than two values."""
-    if len(values) < 2:
-        return None
-    first, last = max(1, len(values) // 5), max(1, len(values) // 4)
-    jumps = [abs(b - a) for a, b in itertools.pairwise(values)]
-    # not their mean: a single jump that stays is progress, and not noise
-    spread = median(jumps) if len(jumps) > 4 else min(jumps)
-    error = spread * math.sqrt(1 / first + 1 / last) if len(jumps) > 1 else 0.0
-    return Course(fmean(values[:first]), fmean(values[-last:]), error)
-
-
-_GOALS = (("reward", 1), ("rewards/accuracy", 1), ("accuracy", 1), ("nll", -1), ("loss", -1))
-"""Metrics that should improve, the first one that a run has, and in which direction."""
-
-
-@dataclass
-class RunRecords:
-    """The records of a run, as its files have them; any of them may be missing."""
-
-    history: Sequence[Mapping[str, Any]]
-    """A record of each step, with its metrics."""
-    config: Mapping[str, Any] = field(default_factory=dict)
-    """The resolved config."""
-    samples: Sequence[Mapping[str, Any]] = ()
-    """Responses of training."""
-    eval_samples: Sequence[Mapping[str, Any]] = ()
-    """Held-out responses."""
-    tokens: Sequence[Mapping[str, Any]] = ()
-    """Responses with their tokens."""
-
-    def __post_init__(self) -> None:
-        every, recent = max(1, len(self.history) // POINTS), len(self.history) - RECENT
-        self.history = [record for i, record in enumerate(self.history) if i % every == 0 or i >= recent]
-        self.steps = [record for record in self.history if isinstance(step := record.get("step"), int) and step > 0]
-        self.last = int(self.steps[-1]["step"]) if self.steps else 0
-        """The last step."""
-        self.generation = "interfaces.actor.generation"
-
-    def values(self, name: str, records: Iterable[Mapping[str, Any]] | None = None) -> list[float]:
-        """Return the finite values of a metric, from the first step on."""
-        chosen = self.steps if records is None else records
-        return [x for record in chosen if _is_number(x := record.get(name))]
-
-    def recent(self, name: str, default: float = 0.0) -> float:
-        """Return the mean of a metric over the recent steps; `default` without any."""
-        values = self.values(name)[-RECENT:]
-        return fmean(values) if values else default
-
-    def course(self, name: str) -> Course | None:
-        """Return the course of a metric of training."""
-        return course_of(self.values(name))
-
-    def names(self, pattern: str) -> list[str]:
-        """Return the metrics whose whole name matches a pattern."""
-        names = dict.fromkeys(name for record in (*self.history[:3], *self.history[-RECENT:]) for name in record)
-        return [name for name in names if re.fullmatch(pattern, name)]
-
-    def setting(self, key: str, default: Any = None) -> Any:
-        """Return a value of the config; `default` if it has no such key, or null."""
-        node: Any = self.config
-        for name in key.split("."):
-            node = node.get(name) if isinstance(node, Mapping) else None
-        return default if node is None else node
-
-    @cached_property
-    def held_out(self) -> tuple[str, int]:
-        """The held-out metric that should improve, and in which direction; an empty name without an evaluation."""
-        found = ((name, sign) for ending, sign in _GOALS for name in self.names(rf"eval/(\w+/)?{ending}"))
-        return next(found, ("", 1))
-
-    @cached_property
-    def evaluated(self) -> list[float]:
-        """Values of `held_out`, that before training included."""
-        return _from_chance(self.held_out[0], self.values(self.held_out[0], self.history))
-
-    @cached_property
-    def goal(self) -> tuple[str, int]:
-        """The metric of training that should improve, and in which direction."""
-        return next(((name, sign) for name, sign in _GOALS if self.values(name)), ("", 1))
-
-    def trains(self, sign: int = 1) -> bool:
-        """Return whether the metric of training improved (1) or got worse (-1)."""
-        name, good = self.goal
-        course = course_of(_from_chance(name, self.values(name)))
-        return course is not None and course.moved(sign * good)
-
-    def generalizes(self, sign: int = 1) -> bool:
-        """Return whether the held-out metric improved (1) or got worse (-1)."""
-        course = course_of(self.evaluated)
-        return course is not None and course.moved(sign * self.held_out[1])
-
-    @cached_property
-    def learns(self) -> bool:
-        """Whether held-out data improved, or without evaluations the training batch."""
-        return self.generalizes() if len(self.evaluated) > 1 else self.trains()
-
-    @cached_property
-    def idle(self) -> float:
-        """Share of recent steps that changed no weight, for want of a gradient."""
-        steps = [record for record in self.steps[-RECENT:] if "zero_gradient_steps" in record]
-        idle = [float(bool(record["zero_gradient_steps"]) and not record.get("optimizer_steps")) for record in steps]
-        return fmean(idle) if idle else 0.0
-
-    @cached_property
-    def movement(self) -> float:
-        """Sum of learning rate times optimizer steps: an upper bound on how far Adam moved a weight."""
-        made = sum((record.get("lr") or 0.0) * (record.get("optimizer_steps") or 0.0) for record in self.steps)
-        return made * self.last / max(1, len(self.steps))
-
-    @cached_property
-    def silent(self) -> bool:
-        """Whether rewards within nearly all recent groups are equal."""
-        return bool(self.values("zero_std_fraction")) and self.recent("zero_std_fraction") >= 0.85
-
-    @cached_property
-    def cut(self) -> float:
-        """Share of recent responses at the length limit."""
-        return self.recent("truncated_fraction")
-
-    @cached_property
-    def groups(self) -> list[list[Mapping[str, Any]]]:
-        """The sampled responses of each prompt of a step, those with a reward."""
-        groups: dict[Any, list[Mapping[str, Any]]] = defaultdict(list)
-        for sample in self.samples:
-            if _is_number(sample.get("reward")):
-                groups[sample.get("step"), sample.get("id")].append(sample)
-        return list(groups.values())
-
-    @cached_property
-    def rewards(self) -> list[float]:
-        """Rewards of the sampled responses."""
-        return [sample["reward"] for group in self.groups for sample in group]
-
-    @cached_property
-    def fails_alike(self) -> bool:
-        """Whether all sampled responses have the same reward of 0 or less."""
-        if not self.rewards or not self.silent or max(self.rewards) > min(self.rewards) or self.rewards[0] > 0:
-            return False
-        # a rare success among all responses of a step is no signal
-        return max(self.values("reward"), default=0.0) <= self.rewards[0] + 0.02
-
-    @cached_property
-    def right(self) -> list[Mapping[str, Any]]:
-        """Sampled responses that contain the answer of their row; none if those of other rows are as frequent."""
-        found = [sample for sample in self.samples if _has_answer(sample)]
-        half = len(self.samples) // 2
-        answers = [sample.get("answer") for sample in (*self.samples[half:], *self.samples[:half])]
-        other = [(s, answer) for s, answer in zip(self.samples, answers, strict=True) if answer != s.get("answer")]
-        by_chance = sum(_has_answer({**sample, "answer": answer}) for sample, answer in other)
-        return found if len(found) * max(1, len(other)) > 2 * by_chance * len(self.samples) else []
-
-    @cached_property
-    def prompts(self) -> list[str]:
-        """Sampled prompts, with special tokens where they were recorded."""
-        recorded = ["".join(_tokens(record, given=True)) for record in self.tokens]
-        return recorded or list(dict.fromkeys(str(sample.get("prompt")) for sample in self.samples))
-
-    def show(self, *samples: Mapping[str, Any]) -> str:
-        """Return the first of some samples as evidence; empty without any."""
-        if not samples:
-            return ""
-        prompt, response = (visible(shorten(str(samples[0].get(key)), 120)) for key in ("prompt", "response"))
-        place = f"step {samples[0]['step']}: " if "step" in samples[0] else ""
-        reward = samples[0].get("reward")
-        return f"{place}{prompt!r} -> {response!r} has reward {'none' if reward is None else format(reward, '.4g')}"
-
-
 Symptom = Callable[[RunRecords], Cause | None]
 
 
@@ -278,6 +91,8 @@ class Diagnosis:
     """The one sentence to read."""
     causes: tuple[Cause, ...]
     """At most `MOST` causes, the most likely first; none for a healthy run."""
+    skipped: tuple[str, ...] = ()
+    """Symptoms that failed on these records, each with its error."""
 
 
 def diagnose(run: RunRecords, further: Iterable[Symptom] = ()) -> Diagnosis:
@@ -289,25 +104,34 @@ def diagnose(run: RunRecords, further: Iterable[Symptom] = ()) -> Diagnosis:
     """
     if run.last == 0:
         return Diagnosis("The run has no complete step yet.", ())
-    found = [cause for symptom in further if (cause := symptom(run)) is not None]
-    for symptom in SYMPTOMS:
-        # a folder may come from a stranger, and a value be of any kind
-        with suppress(TypeError, ValueError, AttributeError, LookupError, ArithmeticError):
-            if (cause := symptom(run)) is not None:
-                found.append(cause)
+    found, skipped = list[Cause](), list[str]()
+    for symptom in (*further, *SYMPTOMS):
+        try:
+            cause = symptom(run)
+        except Exception as error:  # a folder may come from a stranger, and a value be of any kind
+            name = getattr(symptom, "__name__", type(symptom).__name__)
+            skipped.append(f"{name} was skipped: {type(error).__name__}: {shorten(str(error), 200)}")
+        else:
+            found += [] if cause is None else [cause]
+    sentence, causes = _judge(run, found)
+    return Diagnosis(sentence, causes, tuple(skipped))
+
+
+def _judge(run: RunRecords, found: Sequence[Cause]) -> tuple[str, tuple[Cause, ...]]:
+    """Return the one sentence, and the causes to show."""
     if found:
         # a sort that keeps the order of the symptoms, of which the earlier ones explain the later ones
         causes = tuple(sorted(found, key=lambda cause: -cause.sure)[:MOST])
-        return Diagnosis(causes[0].sentence, causes)
+        return causes[0].sentence, causes
     name, values = (run.held_out[0], run.evaluated)
     if len(values) < 2:
         name, values = run.goal[0], run.values(run.goal[0])
     course = f"{name} {values[0]:.4g} to {values[-1]:.4g} in {run.last:,} steps" if values else f"{run.last:,} steps"
     if run.last < RECENT:
-        return Diagnosis(f"Nothing looks wrong so far, but {run.last} steps are too few to judge.", ())
+        return f"Nothing looks wrong so far, but {run.last} steps are too few to judge.", ()
     if run.learns or not values:
-        return Diagnosis(f"Nothing looks wrong: {course}.", ())
-    return Diagnosis(f"No progress beyond noise, and no known cause: {course}.", ())
+        return f"Nothing looks wrong: {course}.", ()
+    return f"No progress beyond noise, and no known cause: {course}.", ()
 
 
 def diagnosis_lines(folder: Path, diagnosis: Diagnosis) -> list[str]:
@@ -317,14 +141,19 @@ def diagnosis_lines(folder: Path, diagnosis: Diagnosis) -> list[str]:
         lines += ["", visible(f"{number}. {cause.sentence} ({cause.surety})")]
         lines += [visible(f"   {fact}") for fact in cause.evidence]
         lines += [visible(f"   {cause.advice}"), *([f"   {command}"] if (command := cause.command(folder)) else [])]
-    return [*lines, *(["", f"More: {PAGE}"] if diagnosis.causes else [])]
+    lines += ["", f"More: {PAGE}"] if diagnosis.causes else []
+    return [*lines, *([""] if diagnosis.skipped else []), *map(visible, diagnosis.skipped)]
 
 
 def diagnosis_of(folder: Path, further: Iterable[Symptom] = ()) -> Diagnosis:
     """Return what keeps the run in a folder from learning; see `diagnose`."""
+    return diagnose(records_of(folder), further)
+
+
+def records_of(folder: Path) -> RunRecords:
+    """Return the records of the run in a folder."""
     files = (json_lines(folder / name) for name in ("samples.jsonl", "eval_samples.jsonl", "tokens.jsonl"))
-    run = RunRecords(json_lines(folder / METRICS), yaml_object(folder / "config.yaml"), *files)
-    return diagnose(run, further)
+    return RunRecords(json_lines(folder / METRICS), yaml_object(folder / "config.yaml"), *files)
 
 
 # --- numbers that make all others meaningless ---
@@ -355,6 +184,19 @@ def sampler_differs(run: RunRecords) -> Cause | None:
 
 # --- prompts and responses ---
 
+_MARKER = re.compile(r"<\|?/?[A-Za-z_][^<>\s]*\|?>|\[/?INST\]|<<SYS>>")
+_DOUBLED = re.compile(r"(<\|?/?[A-Za-z_][^<>\s]*\|?>|\[/?INST\])(?:\s*(?:user|assistant|system))?\s*\1")
+
+
+def _has_template(path: Any) -> bool:
+    """Return whether a local model folder has a chat template."""
+    folder = Path(str(path))
+    try:
+        settings = json.loads((folder / "tokenizer_config.json").read_bytes())
+    except (OSError, ValueError):
+        return False
+    return "chat_template" in settings or (folder / "chat_template.jinja").is_file()
+
 
 def template_twice(run: RunRecords) -> Cause | None:
     """Find markers of a chat template that are doubled."""
@@ -382,7 +224,7 @@ def prompts_cut(run: RunRecords) -> Cause | None:
     cut = [r for r in run.tokens if r.get("start", 0) + sum(r.get("given") or ()) >= limit]
     if len(cut) < len(run.tokens) / 2:
         return None
-    text = visible(shorten("".join(_tokens(cut[0], given=True)), 120))
+    text = visible(shorten("".join(token_texts(cut[0], given=True)), 120))
     fact = f"{len(cut)} of {len(run.tokens)} recorded prompts have {limit} tokens, such as {text!r}"
     return _cause("prompts-cut", PROVEN, fact, limit=limit, longer=8 * limit)
 
@@ -395,12 +237,12 @@ def truncated(run: RunRecords) -> Cause | None:
     if run.trains() and not run.learns:
         return None  # it was led there by the reward
     texts = [sample for sample in run.samples if sample.get("response")]
-    endless = [sample for sample in texts if _repeats(sample)]
+    endless = [sample for sample in texts if repeats(sample)]
     early = run.values("truncated_fraction")[0]
     # what comes later is a consequence
     sure = POSSIBLE if early < run.cut / 2 else CERTAIN if run.idle > 0.5 or run.cut > 0.9 else LIKELY
     values = {"share": run.cut, "limit": limit, "longer": 4 * limit}
-    if (texts and len(endless) > len(texts) / 2) or any(map(_goes_on, run.tokens)):
+    if (texts and len(endless) > len(texts) / 2) or any(map(goes_on, run.tokens)):
         return _cause("no-end-token", sure, run.show(*endless, *texts), **values)
     return _cause("truncated", sure, run.show(*texts), **values)
 
@@ -408,7 +250,7 @@ def truncated(run: RunRecords) -> Cause | None:
 def equal_responses(run: RunRecords) -> Cause | None:
     """Look for groups of equal responses, from the start on."""
     groups = [group for group in run.groups if len(group) > 1]
-    same = [group for group in groups if len({_text(sample) for sample in group}) == 1]
+    same = [group for group in groups if len({response_text(sample) for sample in group}) == 1]
     early = [group for group in same if (group[0].get("step") or 0) <= max(2, run.last // 5)]
     if not early or len(same) < 0.6 * len(groups) or run.recent("zero_std_fraction", 1.0) < 0.5:
         return None
@@ -462,7 +304,7 @@ def too_hard(run: RunRecords) -> Cause | None:
 
 def equal_rewards(run: RunRecords) -> Cause | None:
     """Look for groups of different responses with equal rewards."""
-    groups = [group for group in run.groups if len({_text(sample) for sample in group}) > 1]
+    groups = [group for group in run.groups if len({response_text(sample) for sample in group}) > 1]
     if not run.silent or run.cut > 0.5 or max(run.rewards, default=0.0) <= 0 or run.recent("missing_rewards") > 0.2:
         return None
     if len(groups) < max(1, len(run.groups) / 4) or len(run.right) > 0.7 * len(run.samples):
@@ -470,7 +312,7 @@ def equal_rewards(run: RunRecords) -> Cause | None:
     if any(len({sample["reward"] for sample in group}) > 1 for group in groups):
         return None
     first = groups[0][0]
-    second = next(sample for sample in groups[0] if _text(sample) != _text(first))
+    second = next(sample for sample in groups[0] if response_text(sample) != response_text(first))
     constant = min(run.rewards) == max(run.rewards)
     parts = [name for name in run.names(r"rewards/.+/std") if run.recent(name) > 0]
     return _cause(
@@ -695,7 +537,7 @@ def one_answer(run: RunRecords) -> Cause | None:
     """Count responses, held out and late in training."""
     facts = _collapsed(run)
     late = [group for group in run.groups if (group[0].get("step") or 0) > run.last * 2 / 3]
-    told = Counter(_text(sample) for group in late for sample in group)
+    told = Counter(response_text(sample) for group in late for sample in group)
     text, count = next(iter(told.most_common(1)), ("", 0))
     prompts = len({str(group[0].get("prompt")) for group in late})
     if prompts >= 3 and count > 0.7 * told.total():
@@ -730,6 +572,21 @@ def evaluation_differs(run: RunRecords) -> Cause | None:
     return _cause("evaluation-differs", sure, *facts, run.show(*run.eval_samples[-1:])) if facts else None
 
 
+def frozen_weights(run: RunRecords) -> Cause | None:
+    """Look for steps that change nothing although there is something to learn from."""
+    if run.idle < 0.9 or len(run.steps) < RECENT:
+        return None
+    if not run.values("zero_std_fraction"):
+        return _cause(
+            "frozen-weights", CERTAIN, f"loss {run.recent('loss'):.4g}", why="the loss has nothing to compare"
+        )
+    largest = run.recent("advantage_max")
+    if run.recent("zero_std_fraction") > 0.5 or largest < 1e-6:
+        return None
+    fact = f"the largest advantage is {largest:.3g} on average, and the gradient 0"
+    return _cause("frozen-weights", CERTAIN, fact, why="rewards differ within the groups")
+
+
 def no_gradient(run: RunRecords) -> Cause | None:
     """Count recent steps without a gradient, for any reason."""
     for name in run.names("(.+/)?zero_gradient_steps"):
@@ -744,6 +601,18 @@ def no_gradient(run: RunRecords) -> Cause | None:
         of_role = f" ({role[:-1]})" if role else ""
         return _cause("no-gradient", LIKELY - 0.05, fact, idle=idle, recent=RECENT, role=of_role)
     return None
+
+
+def seeds_disagree(runs: Mapping[str, RunRecords]) -> Cause | None:
+    """Compare runs that differ only in their seeds, by name. Needs several runs, so it is none of `SYMPTOMS`."""
+    ends = {name: (run.evaluated or run.values(run.goal[0]) or [math.nan])[-1] for name, run in runs.items()}
+    learned = sum(run.learns for run in runs.values())
+    if learned in (0, len(runs)):
+        return None
+    first = next(iter(runs.values()))
+    facts = (f"{name}: {'learns' if run.learns else 'does not learn'}, {ends[name]:.4g}" for name, run in runs.items())
+    values = {"learned": learned, "count": len(runs), "metric": first.held_out[0] or first.goal[0]}
+    return _cause("seeds", CERTAIN, *facts, low=min(ends.values()), high=max(ends.values()), **values)
 
 
 SYMPTOMS: tuple[Symptom, ...] = (
@@ -776,64 +645,10 @@ SYMPTOMS: tuple[Symptom, ...] = (
     wrong_answers,
     random_pairs,
     too_hard,
+    frozen_weights,
     no_gradient,
 )
 """All symptoms. Of equally sure causes, the earlier explains the later."""
-
-
-# --- what samples show ---
-
-_MARKER = re.compile(r"<\|?/?[A-Za-z_][^<>\s]*\|?>|\[/?INST\]|<<SYS>>")
-_DOUBLED = re.compile(r"(<\|?/?[A-Za-z_][^<>\s]*\|?>|\[/?INST\])(?:\s*(?:user|assistant|system))?\s*\1")
-
-
-def _from_chance(name: str, values: Sequence[float]) -> list[float]:
-    """Return the values of a metric, where a policy that prefers neither side counts as chance, and not as 0."""
-    return [max(x, 0.5) for x in values] if name.endswith("rewards/accuracy") else [*values]
-
-
-def _is_number(x: Any) -> TypeGuard[float]:
-    """Return whether a value is a finite number; in a damaged file it can be of any kind."""
-    return isinstance(x, int | float) and -1e300 < x < 1e300
-
-
-def _text(sample: Mapping[str, Any]) -> str:
-    return " ".join(str(sample.get("response")).split())
-
-
-def _tokens(record: Mapping[str, Any], *, given: bool) -> list[str]:
-    """Return the texts of the prompt's tokens, or of the others."""
-    pairs = zip(record.get("text") or (), record.get("given") or (), strict=False)
-    return [text for text, of_prompt in pairs if bool(of_prompt) is given]
-
-
-def _has_answer(sample: Mapping[str, Any]) -> bool:
-    """Return whether a response contains the answer of its row as a word."""
-    answer = re.escape(str(sample.get("answer") or ""))
-    return bool(answer) and re.search(rf"(?<![\w.]){answer}(?!\w)", str(sample.get("response"))) is not None
-
-
-def _repeats(sample: Mapping[str, Any]) -> bool:
-    """Return whether the second half of a response repeats a few words."""
-    words = str(sample.get("response")).split()
-    tail = words[len(words) // 2 :]
-    return len(tail) >= 4 and len(set(tail)) <= max(2, len(tail) / 3)
-
-
-def _goes_on(record: Mapping[str, Any]) -> bool:
-    """Return whether a recorded response goes on after an end token."""
-    pattern = r"<\|?(end\w*|eot_id|im_end|eos|/s)\|?>"
-    return any(re.fullmatch(pattern, text.strip()) for text in _tokens(record, given=False)[:-2])
-
-
-def _has_template(path: Any) -> bool:
-    """Return whether a local model folder has a chat template."""
-    folder = Path(str(path))
-    try:
-        settings = json.loads((folder / "tokenizer_config.json").read_bytes())
-    except (OSError, ValueError):
-        return False
-    return "chat_template" in settings or (folder / "chat_template.jinja").is_file()
 
 
 def _collapsed(run: RunRecords) -> list[str]:
@@ -873,5 +688,7 @@ __all__ = [
     "diagnose",
     "diagnosis_lines",
     "diagnosis_of",
+    "records_of",
+    "seeds_disagree",
     "words_of_causes",
 ]

@@ -18,7 +18,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from realign.records.metrics.shown_metrics import is_noise, number
+from realign.records.metrics.shown_metrics import held_out_metrics, is_noise, number
 from realign.records.record_files import METRICS, json_lines
 from realign.report.data import run_data
 from realign.report.page import unique_keys
@@ -188,7 +188,7 @@ def _names(runs: Sequence[Mapping[str, Any]]) -> list[str]:
     recorded = dict.fromkeys(
         name for run in runs for name in run["metrics"]["values"] if not is_noise(_values_of(run, name))
     )
-    held_out = [name for name in recorded if name.startswith("eval/")]
+    held_out = held_out_metrics(recorded)
     headline = [name for run in runs for name in run["info"]["headline"] if name in recorded]
     return list(dict.fromkeys([*held_out, *headline])) or list(recorded)
 

@@ -170,8 +170,8 @@ SUMMARY = _record(
 )
 """Schema of summary.json."""
 _SAMPLE = _record(
-    **dict.fromkeys(("id", "prompt", "response", "evaluation"), text),
-    **dict.fromkeys(("step", "response_index", "episode", "reward", "kl", "pass_rate"), number),
+    **dict.fromkeys(("id", "prompt", "response", "answer", "evaluation"), text),
+    **dict.fromkeys(("step", "response_index", "episode", "reward", "kl", "pass_rate", "tokens"), number),
     rewards=_by_name(number),
 )
 _TOKEN_VALUES = (
@@ -219,7 +219,11 @@ def usable(name: str, records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]
         converted = [{key: value for key, value in entry.items() if value is not None} for entry in converted]
         complete = [entry for entry in converted if 0 < len(entry["tokens"]) == len(entry["text"])]
         return [entry for entry in complete if any(x is not None for key in _TOKEN_VALUES for x in entry.get(key, ()))]
-    optional = ("episode", "kl", "rewards", "evaluation", "pass_rate") if name in ("samples", "eval_samples") else ()
+    optional = (
+        ("episode", "kl", "rewards", "evaluation", "pass_rate", "answer", "tokens")
+        if name in ("samples", "eval_samples")
+        else ()
+    )
     absent: tuple[Any, ...] = (None, "", {})
     return [{k: value for k, value in entry.items() if k not in optional or value not in absent} for entry in converted]
 

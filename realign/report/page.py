@@ -25,7 +25,7 @@ from realign.report.data import SAMPLES_MB, run_data
 STYLES = ("vendor/uPlot.min.css", "base.css", "parts.css", "pages.css")
 SCRIPTS = (
     *("vendor/uPlot.iife.min.js", "dom.js", "format.js", "store.js", "charts.js", "graph.js"),
-    *("page_runs.js", "page_overview.js", "page_curves.js", "page_samples.js", "page_tokens.js"),
+    *("page_runs.js", "page_overview.js", "page_curves.js", "page_table.js", "page_samples.js", "page_tokens.js"),
     *("page_time.js", "page_system.js", "page_compare.js", "app.js"),
 )
 """Files in the order of their execution."""

@@ -109,6 +109,8 @@ class _SleepingSamplers:
                     sampler.wake()
 
 
+HELD_OUT_SAMPLES = 64
+"""Held-out prompts whose responses are recorded: enough to count which answers training fixed."""
 _REWARD_MEMORY = 0.9
 """Weight of the previous value in `reward_ema`, a smoothed `reward` for display, as in DeepSpeed-Chat."""
 
@@ -435,7 +437,8 @@ class LocalRuntime:
                 measured, scored = evaluation.measure(self, self.datasets.held_out[where])
             names = in_set(name, measured)
             values |= {names[metric]: value for metric, value in measured.items()}
-            samples += [({"evaluation": name} if name else {}) | record for record in self.readable(scored, 8)]
+            recorded = self.readable(scored, HELD_OUT_SAMPLES)
+            samples += [({"evaluation": name} if name else {}) | record for record in recorded]
         return values | ({"time/evaluation_s": time.perf_counter() - started} if values else {}), samples
 
     def calibrate(self, when: str) -> dict[str, float]:

@@ -13,7 +13,7 @@ import shlex
 import socket
 import uuid
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -102,8 +102,10 @@ class RunInfo:
         }
         self._write()
 
-    def end(self, event: EndEvent) -> None:
-        """Record how the attempt ended."""
+    def end(self, event: EndEvent, own: Iterable[str] = ()) -> None:
+        """Record how the attempt ended, and the metrics that callbacks added, among the first that pages show."""
+        first, *rest = self._content["headline"] or [""]
+        self._content["headline"] = [*filter(None, dict.fromkeys((first, *own, *rest)))]
         self._attempt |= {"ended": _now(), "status": str(event.status), "reason": event.reason}
         self._attempt["last_step"] = event.step
         self._write()

@@ -22,7 +22,8 @@ from realign.ranks import current, is_on_all_ranks
 from realign.records.checkpoint.folder import Start
 from realign.records.checkpoint.saved_models import Saves
 from realign.records.checkpoint.serialize import pack
-from realign.records.diagnosis import LIKELY, RECENT, Cause, RunRecords, diagnose
+from realign.records.diagnosis import LIKELY, Cause, RunRecords, diagnose
+from realign.records.evidence import RECENT
 from realign.records.metrics.curves import draw_curves
 from realign.records.metrics.details import RunDetails
 from realign.records.metrics.live_display import LiveDisplay
@@ -269,7 +270,7 @@ class TrainingLoop:
     def _report(self, end: EndEvent) -> None:
         """Write and show the summary, on rank 0 only."""
         if self.info is not None and self.records is not None:
-            self.info.end(end)
+            self.info.end(end, self.callbacks.metrics)
             self.report.end(self.experiment, end, self.result.history, self.records.metrics.seconds, self.console)
 
     def _before_training(self) -> None:

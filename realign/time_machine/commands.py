@@ -112,12 +112,12 @@ def fork_words(words: Sequence[str]) -> list[str]:
     run, step = run_and_step("fork", [word for word in words if word not in (*flags, *overrides)])
     if Path.cwd() != here:  # the paths in a config are relative to the folder where the run was started, but not this
         out = re.compile(r"output_dir=([\w./-]+)")
-        overrides = [f"output_dir={_path(here / m[1])}" if (m := out.fullmatch(word)) else word for word in overrides]
+        overrides = [f"output_dir={as_word(here / m[1])}" if (m := out.fullmatch(word)) else word for word in overrides]
     if not any(word.startswith("output_dir=") for word in overrides):
         pairs = [word.partition("=") for word in overrides]
         label = "-".join(f"{key.rpartition('.')[2]}-{value}" for key, _, value in pairs)[:60] or "again"
         safe = "".join(c if c.isalnum() or c in "-_." else "_" for c in label)
-        overrides.append(f"output_dir={_path(run.with_name(f'{run.name}-fork{step}-{safe}'))}")
+        overrides.append(f"output_dir={as_word(run.with_name(f'{run.name}-fork{step}-{safe}'))}")
     config = str(run / "config.yaml")
     forked = experiment_of(run, *overrides)
     if forked.output_dir.resolve() == run.resolve():
@@ -134,7 +134,7 @@ def fork_words(words: Sequence[str]) -> list[str]:
     return [config, *overrides, *flags, *_resume_words(forked, checkpoint)]
 
 
-def _path(path: Path) -> str:
+def as_word(path: Path) -> str:
     """Return a path as the value of an override, in quotes if it needs them."""
     return str(path) if re.fullmatch(r"(/[\w.-]+)+", str(path)) else quote_text(str(path))
 
@@ -151,7 +151,7 @@ def _resume_words(experiment: Experiment, checkpoint: Checkpoint | None) -> list
     now = training_settings(config_of(experiment))
     keys = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
     allow = ",".join(key if re.fullmatch(r"[\w.]+", key) else quote_text(key) for key in keys)
-    return [f"resume={_path(checkpoint.path)}", f"resume_allow=[{allow}]"]
+    return [f"resume={as_word(checkpoint.path)}", f"resume_allow=[{allow}]"]
 
 
 def _advance(run: Path, out: Path, step: int, checkpoint: Checkpoint | None, moved: Sequence[str]) -> Checkpoint:
@@ -168,7 +168,7 @@ def _advance(run: Path, out: Path, step: int, checkpoint: Checkpoint | None, mov
     first = 1 if checkpoint is None else checkpoint.step + 1
     check_settings(run, first)
     resumed = _resume_words(experiment_of(run, *moved), checkpoint)
-    experiment = experiment_of(run, f"output_dir={_path(out.absolute())}", "records.calls=false", *moved, *resumed)
+    experiment = experiment_of(run, f"output_dir={as_word(out.absolute())}", "records.calls=false", *moved, *resumed)
     if experiment.rollout.ahead:
         raise ConfigError(
             f"{run} has no checkpoint at step {step}, and asynchronous rollout would take other steps again. Fork it "
@@ -321,4 +321,4 @@ def _replay(run: Path, step: int, break_in: str | None = None, *, rescore: bool 
         return recompute(experiment, run, step, rescore=rescore)
 
 
-__all__ = ["bisect", "fork_words", "replay"]
+__all__ = ["as_word", "bisect", "fork_words", "replay"]

@@ -71,6 +71,28 @@ def test_every_page_opens_without_an_error_or_a_request(watched, report):
     assert {url.partition("#")[0] for url in watched.requests if not url.startswith("data:")} == {report}
 
 
+def test_the_table_of_responses_is_sorted_filtered_and_downloaded(watched, report):
+    page = watched.open(report, "samples")
+    page.get_by_role("button", name="Table").click()
+    page.fill("input[type=search]", "from=training step=4")
+    page.get_by_role("button", name="sort by reward").click()
+    heads = [text.split()[0] for text in page.locator("thead th").all_inner_texts()]
+    rows = [row.split("\t") for row in page.locator("tbody tr").all_inner_texts()]
+    rewards = [float(row[heads.index("reward")]) for row in rows]
+    assert {row[heads.index("step")] for row in rows} == {"4"}
+    assert rewards == sorted(rewards, reverse=True)
+    with page.expect_download() as download:
+        page.get_by_role("button", name="Download CSV").click()
+    lines = download.value.path().read_text("utf-8-sig").splitlines()
+    assert len(lines) == 1 + len(rows)
+    page.fill("input[type=search]", "")
+    page.locator("td button.text").first.click()
+    assert "Mean reward of this prompt" in page.inner_text("main")
+    page.get_by_role("button", name="Side by side").click()
+    assert "% fixed" in page.inner_text("main")
+    assert watched.errors == []
+
+
 def test_hostile_samples_are_shown_as_text(watched, run_folder, tmp_path):
     folder = tmp_path / "hostile"
     shutil.copytree(run_folder, folder)

@@ -108,7 +108,7 @@ def test_a_run_leaves_metrics_samples_curves_and_the_model(drawn_curves, tmp_pat
     assert [r["step"] for r in records if "eval/reward" in r] == [0, 2, 3]
     samples = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
     assert len(samples) == 3 * 2 * 8
-    assert {"step", "id", "response_index", "prompt", "response", "reward"} == samples[0].keys()
+    assert {"step", "id", "response_index", "prompt", "response", "reward", "tokens"} == samples[0].keys()
     held_out = [json.loads(line) for line in (out / "eval_samples.jsonl").read_text().splitlines()]
     assert {r["step"] for r in held_out} == {0, 2, 3}
     assert [r for r in held_out if r["step"] == 3] == [{"step": 3, **record} for record in result.samples]

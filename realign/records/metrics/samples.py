@@ -82,12 +82,12 @@ SHOWN = 3
 def readable(batch: SequenceSample, prompts: int, decode: Callable[..., str]) -> list[dict[str, Any]]:
     """Return a record for each response to the first `prompts` prompts of a batch; empty if the batch has no rewards.
 
-    Each record contains the prompt's `id`, `prompt`, `response` (all text after the prompt), `response_index`,
-    `episode` (of environments and agents) and `reward` (None if it is missing). If the batch has named rewards, it also
-    contains `rewards`, by name. If the batch has reference log-probs, it also contains `kl`: the log-prob differences,
-    summed over the response (nats). A multi-turn record also contains `turns`: policy turns and observations,
-    alternating. `answer` is the right answer of the row, if it has a short one. With a curriculum, `pass_rate` is the
-    rolling pass rate that the prompt had when it was chosen, None if it was new.
+    Each record contains the prompt's `id`, `prompt`, `response` (all text after the prompt) and its number of `tokens`,
+    and `reward` (None if it is missing). `response_index` and `episode` (of environments and agents) say which it is.
+    If the batch has named rewards, it also contains `rewards`, by name. If the batch has reference log-probs, it also
+    contains `kl`: the log-prob differences, summed over the response (nats). A multi-turn record also contains `turns`:
+    policy turns and observations, alternating. `answer` is the right answer of the row, if it has a short one. With a
+    curriculum, `pass_rate` is the rolling pass rate that the prompt had when it was chosen, None if it was new.
     """
     if not {"input_ids", "prompt_mask", "rewards"} <= batch.keys or prompts == 0:
         return []
@@ -109,6 +109,7 @@ def readable(batch: SequenceSample, prompts: int, decode: Callable[..., str]) ->
             "prompt": decode(prompt, skip_special_tokens=True),
             "response": decode(ids[len(prompt) :], skip_special_tokens=True),
             "reward": reward if math.isfinite(reward) else None,
+            "tokens": len(ids) - len(prompt),
         }
         if len(turns) > 1:
             record["turns"] = [decode(turn, skip_special_tokens=True) for turn in turns]

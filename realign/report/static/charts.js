@@ -114,8 +114,8 @@
         scales: { x: { time: false, ...(range ? { min: range[0], max: range[1] } : {}) },
           y: log && columns.flat().every((y) => !report.isNumber(y) || y > 0) ? { distr: 3 } : { range: (u, low, high) => (low === high ? [low - (Math.abs(low) || 1) / 2, high + (Math.abs(high) || 1) / 2]
             : uPlot.rangeNum(low, high, 0.08, true)) } },
-        axes: [axis(28, { space: 60, incrs: wholeIncrements(xs), values: (u, splits) => splits.map((x) => tick(x)) }),
-          axis(52, { values: (u, splits) => splits.map((x) => tick(x)) })],
+        axes: [axis(28, { label: xLabel || "step", labelSize: 16, labelGap: 0, labelFont: "12px " + style("--sans"), space: 60, incrs: wholeIncrements(xs), values: (u, splits) => splits.map((x) => tick(x)) }),
+          axis(52, { ...(unit ? { label: unit, labelSize: 16, labelGap: 0, labelFont: "12px " + style("--sans") } : {}), values: (u, splits) => splits.map((x) => tick(x)) })],
         hooks: { setCursor: [show], setSelect: [(u) => {
           if (u.select.width < 8) return;
           const from = u.posToVal(u.select.left, "x"), to = u.posToVal(u.select.left + u.select.width, "x");

@@ -31,6 +31,7 @@
   report.larger = (run, name) => {
     const known = run.info.larger_is_better || {};
     if (name in known) return known[name];
+    if (/(^|\/)(std|missing_rewards)$/.test(name)) return null;
     return SMALLER.test(name) ? false : LARGER.test(name) ? true : null;
   };
 
@@ -50,9 +51,15 @@
   /* The step of the records that is nearest to a step. */
   report.nearest = (records, step) => records.reduce((best, r) => (Math.abs(r.step - step) < Math.abs(best - step) ? r.step : best), records[0].step);
 
+  /* Whether values are nothing but rounding noise, which no chart and no table shows. Zeros say something. */
+  report.isNoise = (values) => {
+    const sizes = values.filter(report.isNumber).map(Math.abs);
+    return sizes.some((x) => x > 0) && sizes.every((x) => x < 1e-9);
+  };
+
   /* The metrics that the run declares as most important, the evaluations first. */
   report.headline = (run) => {
-    const names = Object.keys(run.metrics.values);
+    const names = Object.keys(run.metrics.values).filter((name) => !report.isNoise(run.metrics.values[name]));
     const declared = (run.info.headline || []).filter((name) => names.includes(name));
     const held = names.filter((name) => name.startsWith("eval/") && !/\/(std|missing_rewards)$/.test(name));
     const found = [...declared.filter((n) => n.startsWith("eval/")), ...held, ...declared];

@@ -2,10 +2,22 @@
 /* Page "Compare": final and best values of several runs, and the settings in which they differ. */
 (() => {
   const { el } = report;
+  const state = { filter: "" };
 
   report.pages.compare = { title: "Compare", several: true, render: () => {
     const runs = report.shownRuns();
-    const names = [...new Set(runs.flatMap((run) => [...report.headline(run), "step_s"]))].filter((name) => runs.some((run) => report.course(run, name)));
+    const body = el("div", {});
+    const draw = () => report.put(body, metrics(runs));
+    draw();
+    return el("div", {}, report.section("Metrics", "Last values, and the best where larger or smaller is known to be better. The best run is highlighted.",
+      el("div", { class: "toolbar" }, el("label", {}, "Filter all metrics ", el("input", { type: "search", value: state.filter, placeholder: "own, kl, time …", oninput: (event) => { state.filter = event.target.value; draw(); } }))),
+      body), report.differences(runs));
+  } };
+
+  /* The headline metrics, or of all metrics those that the filter matches. */
+  function metrics(runs) {
+    const shown = (run) => state.filter ? Object.keys(run.metrics.values).filter((name) => name.includes(state.filter.trim()) && !report.isNoise(run.metrics.values[name])) : [...report.headline(run), "step_s"];
+    const names = [...new Set(runs.flatMap(shown))].filter((name) => runs.some((run) => report.course(run, name)));
     const rows = names.map((name) => {
       const found = runs.map((run) => report.course(run, name)), larger = report.larger(runs[0], name);
       const lasts = found.map((c) => (c ? (c.best && larger !== null ? c.best[1] : c.last[1]) : null));
@@ -19,7 +31,6 @@
       ["commit", (run) => (run.info.git ? run.info.git.commit.slice(0, 8) : "–")]]
       .map(([name, value]) => el("tr", {}, el("th", { scope: "row" }, name), runs.map((run) => el("td", { class: "number" }, value(run)))));
     const head = ["", ...report.names(runs).map((name, i) => [report.dot(runs[i]), report.visible(name)])];
-    return el("div", {}, report.section("Metrics", "Last values, and the best where larger or smaller is known to be better. The best run is highlighted.",
-      report.table(head, [...facts, ...rows], { label: "comparison of runs" })), report.differences(runs));
-  } };
+    return report.table(head, [...facts, ...rows], { label: "comparison of runs" });
+  }
 })();

@@ -103,12 +103,9 @@
     });
     const unit = (UNITS.find(([pattern]) => pattern.test(names[0])) || [])[1];
     const constant = lines.filter(Boolean).every((one) => { const v = one.y.filter(report.isNumber); return v.every((x) => x === v[0]); });
-    // rounding noise; zeros say something
-    const sizes = lines.filter(Boolean).flatMap((one) => one.y.filter(report.isNumber).map(Math.abs));
-    const noise = sizes.some((x) => x > 0) && sizes.every((x) => x < 1e-9);
-    if (noise || (panel.other && constant)) return null;
+    if (report.isNoise(lines.filter(Boolean).flatMap((one) => one.y)) || (panel.other && constant)) return null;
     const all = lines.filter(Boolean);
-    return report.chart({ title: panel.title, unit: panel.title.includes(unit || "(") || panel.title.includes("(") ? null : unit, lines: all, xLabel: state.x === "step" ? "step" : "min",
+    return report.chart({ title: panel.title, unit: panel.title.includes(unit || "(") || panel.title.includes("(") ? null : unit, lines: all, xLabel: state.x === "step" ? "step" : "minutes",
       smoothing: state.smoothing, zoomable: true, log: state.log, onpoint: state.x === "step" && report.focused().samples.length ? (step) => {
         location.hash = report.link("samples", null, { step: report.nearest(report.focused().samples, step) });
       } : null });

@@ -1,5 +1,5 @@
 "use strict";
-/* Page "Samples": the responses of a group side by side, and the same held-out prompts before and after training. */
+/* Page "Samples": the responses of a group, all responses as a table, and two steps or two runs on the same prompts. */
 (() => {
   const { el } = report;
   const state = { view: "training", step: null, text: "", show: "all", sort: "recorded" };
@@ -7,8 +7,12 @@
   report.pages.samples = { title: "Samples", render: () => {
     const run = report.focused();
     const body = el("div", {});
-    const draw = () => report.put(body, state.view === "training" ? training(run, draw) : compared(run));
-    const has = { training: run.samples.length > 0, held: run.eval_samples.length > 0 };
+    const draw = () => {
+      report.resetCharts();
+      report.put(body, state.view === "training" ? training(run, draw) : state.view === "table" ? report.samplesTable(run, thinned(run, "samples")) : compared());
+      if (body.isConnected) report.drawAll(body);
+    };
+    const has = { training: run.samples.length > 0, table: true, held: report.shownRuns().some((one) => one.eval_samples.length) };
     if (!has.training && !has.held) {
       return report.empty("No samples recorded. Runs that sample responses write sample_prompts prompts per step, and the responses of evaluations.");
     }
@@ -16,14 +20,16 @@
     const asked = report.route().query.get("step");
     if (asked !== null && has.training) { state.view = "training"; state.step = report.nearest(run.samples, Number(asked)); state.text = ""; }
     const tabs = el("div", { class: "switch", role: "group", "aria-label": "samples" },
-      [["training", "Training groups"], ["held", "Before and after training"]].map(([key, label]) => el("button", { type: "button", disabled: !has[key],
+      [["training", "Training groups"], ["table", "Table"], ["held", "Side by side"]].map(([key, label]) => el("button", { type: "button", disabled: !has[key],
         "aria-pressed": String(state.view === key), onclick: (event) => {
           state.view = key;
           tabs.querySelectorAll("button").forEach((b) => b.setAttribute("aria-pressed", String(b === event.target)));
           draw();
         } }, label)));
     draw();
-    return el("div", {}, tabs, body);
+    const root = el("div", {}, tabs, body);
+    root.ready = () => report.drawAll(root);
+    return root;
   } };
 
   function groupsOf(records) {
@@ -48,6 +54,7 @@
   }
 
   /* Mean advantage of the trained tokens, for responses that tokens.jsonl contains. */
+  report.advantageOf = advantageOf;
   function advantageOf(run, group, response) {
     const record = recorded(run, group, response);
     if (!record || !record.advantages) return null;
@@ -168,22 +175,68 @@
       r.rewards && el("div", { class: "named" }, Object.entries(r.rewards).map(([name, x]) => el("span", { class: "tag" }, name, " ", report.number(x)))));
   }
 
-  function compared(run) {
-    const records = run.eval_samples, steps = [...new Set(records.map((r) => r.step))];
-    const first = steps[0], last = steps[steps.length - 1];
-    const keyOf = (r) => (r.evaluation || "") + "\n" + r.id;
-    const before = new Map(records.filter((r) => r.step === first).map((r) => [keyOf(r), r]));
-    const rows = records.filter((r) => r.step === last).filter((r, i, all) => all.findIndex((o) => keyOf(o) === keyOf(r)) === i);
-    const side = (title, r) => el("div", { class: "response" }, el("div", { class: "score" }, el("span", { class: "muted" }, title),
-      r && el("span", { class: "reward" }, report.isNumber(r.reward) ? ["reward ", el("b", {}, report.number(r.reward))] : "no reward")),
-      el("pre", {}, r ? report.visible(r.response) : el("span", { class: "muted" }, "not recorded")));
+  /* What can be compared: each evaluation of each shown run. */
+  function sources() {
+    const runs = report.shownRuns(), named = runs.length > 1 ? report.names(runs) : null;
+    return runs.flatMap((run, i) => [...new Set(run.eval_samples.map((r) => r.step))].map((step) => ({ run, step, label: (named ? named[i] + ", " : "") + "step " + step })));
+  }
+
+  /* The prompts of an evaluation, each with its responses, by set and text: ids differ between runs on other files. */
+  function byPrompt({ run, step }) {
+    const found = new Map();
+    for (const r of run.eval_samples) {
+      const key = (r.evaluation || "") + "\n" + r.prompt;
+      if (r.step === step) found.set(key, [...(found.get(key) || []), r]);
+    }
+    return found;
+  }
+
+  const KINDS = { fixed: "wrong before, right after", broken: "right before, wrong after", better: "higher reward", worse: "lower reward", same: "same reward" };
+  const between = { before: 0, after: null, kind: "all", text: "", keys: "" };
+
+  /* Two evaluations, of one run or of two, on the prompts that both have. */
+  function compared() {
+    const all = sources(), keys = all.map((one) => one.label).join("\n");
+    const last = (run) => all.findLastIndex((one) => one.run === run), runs = report.shownRuns().filter((run) => run.eval_samples.length);
+    if (between.keys !== keys) Object.assign(between, { keys, before: runs.length > 1 ? last(runs[0]) : 0, after: last(runs[Math.min(1, runs.length - 1)]) });
     const body = el("div", {});
-    const show = (text) => report.put(body, ...rows.filter((r) => (r.prompt + r.response).toLowerCase().includes(text.toLowerCase())).map((r) =>
-      el("article", { class: "card group" }, el("header", {}, el("h3", {}, "Prompt ", el("code", {}, report.visible(String(r.id)))),
-        r.evaluation && el("span", { class: "muted" }, report.visible(r.evaluation))),
-      el("pre", { class: "prompt" }, report.visible(r.prompt)),
-      el("div", { class: "responses two" }, side("step " + first, before.get(keyOf(r))), first === last ? null : side("step " + last, r)))));
-    show("");
-    return el("div", {}, el("div", { class: "toolbar" }, el("label", {}, "Search ", el("input", { type: "search", oninput: (event) => show(event.target.value) }))), body);
+    const show = () => {
+      const [before, after] = [all[between.before], all[between.after]], [left, right] = [before, after].map(byPrompt);
+      const success = Number(after.run.config["evaluation.success"] ?? 1);
+      const pairs = [...right].filter(([key]) => left.has(key)).map(([key, responses]) => {
+        const [x, y] = [left.get(key), responses].map((some) => stats({ responses: some }).mean);
+        const known = report.isNumber(x) && report.isNumber(y), good = (mean) => mean >= success / 2;
+        const kinds = !known ? [] : [x < y ? "better" : x > y ? "worse" : "same", ...(good(x) === good(y) ? [] : [good(y) ? "fixed" : "broken"])];
+        return { prompt: responses[0], left: left.get(key), right: responses, kinds };
+      });
+      const share = (kind) => { const n = pairs.filter((pair) => pair.kinds.includes(kind)).length; return [el("b", {}, Math.round(100 * n / Math.max(1, pairs.length)) + "% " + kind), " (" + n + ")"]; };
+      const words = between.text.toLowerCase();
+      const found = pairs.filter((pair) => (between.kind === "all" || pair.kinds.includes(between.kind)) &&
+        [pair.prompt.prompt, ...[...pair.left, ...pair.right].map((r) => r.response)].join(" ").toLowerCase().includes(words));
+      report.put(body, el("p", { class: "about" }, share("fixed"), ", ", share("broken"), ", ", share("better"), ", ", share("worse"), " of ", report.plural(pairs.length, "recorded prompt"),
+        ". Right: a mean reward of at least half of evaluation.success=" + report.number(success) + "."),
+      found.slice(0, 60).map((pair) => el("article", { class: "card group" }, el("header", {}, el("h3", {}, "Prompt ", el("code", {}, report.visible(String(pair.prompt.id)))),
+        pair.prompt.evaluation && el("span", { class: "muted" }, report.visible(pair.prompt.evaluation)),
+        pair.prompt.answer && el("span", { class: "muted" }, "answer ", report.visible(pair.prompt.answer)),
+        pair.kinds.filter((kind) => kind !== "same").map((kind) => el("span", { class: "tag " + kind }, kind))),
+      el("pre", { class: "prompt" }, report.visible(pair.prompt.prompt)),
+      el("div", { class: "responses two" }, side(before.label, pair.left), side(after.label, pair.right)))),
+      found.length > 60 ? report.empty("and " + (found.length - 60) + " more prompts") : found.length ? "" : report.empty("No prompt matches."));
+    };
+    const choice = (name) => el("label", {}, name + " ", el("select", { "aria-label": name, onchange: (event) => { between[name] = Number(event.target.value); show(); } },
+      all.map((one, i) => el("option", { value: i, selected: between[name] === i }, report.visible(one.label)))));
+    show();
+    return el("div", {}, el("div", { class: "toolbar" }, choice("before"), choice("after"),
+      el("label", {}, "Show ", el("select", { onchange: (event) => { between.kind = event.target.value; show(); } },
+        [["all", "all prompts"], ...Object.entries(KINDS)].map(([key, label]) => el("option", { value: key, selected: between.kind === key }, key === "all" ? label : key + ": " + label)))),
+      el("label", {}, "Search ", el("input", { type: "search", value: between.text, oninput: (event) => { between.text = event.target.value; show(); } }))), body);
+  }
+
+  function side(title, responses) {
+    const { mean, count } = stats({ responses });
+    return el("div", { class: "response" }, el("div", { class: "score" }, el("span", { class: "muted" }, report.visible(title)),
+      el("span", { class: "reward" }, count ? [responses.length > 1 ? "mean reward " : "reward ", el("b", {}, report.number(mean))] : "no reward")),
+    distinct(responses).map((r) => [el("pre", {}, r.response === "" ? el("span", { class: "muted" }, "(empty)") : report.visible(r.response)),
+      responses.length > 1 && el("p", { class: "muted small" }, r.times > 1 ? "× " + r.times + ", " : "", "reward ", report.number(r.reward))]));
   }
 })();

@@ -76,7 +76,7 @@ def test_records_have_text_reward_and_the_kl_of_the_whole_response():
 
 def test_without_a_reference_there_is_no_kl_and_without_rewards_no_record():
     assert [sorted(r) for r in readable(batch(), 9, decode)] == [
-        ["id", "prompt", "response", "response_index", "reward"]
+        ["id", "prompt", "response", "response_index", "reward", "tokens"]
     ] * 4
     assert readable(batch(), 0, decode) == []
     assert readable(batch().select(["input_ids", "prompt_mask"]), 3, decode) == []

@@ -1,0 +1,255 @@
+"""What the records of a run show, as `RunRecords`: courses of metrics, groups of rewards, samples, settings."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from statistics import fmean, median
+from typing import Any, NamedTuple, TypeGuard
+
+from realign.text import shorten, visible
+
+RECENT = 10
+"""Steps at the end of a run that count as recent. Fewer are not judged."""
+POINTS = 400
+"""Number of steps that are looked at; of longer runs, an even selection and the recent ones."""
+
+
+class Course(NamedTuple):
+    """How a metric moved: its level at the start and at the end, and the standard error of the difference."""
+
+    start: float
+    end: float
+    error: float
+
+    def moved(self, sign: int, least: float = 0.03) -> bool:
+        """Return whether the metric rose (1) or fell (-1), by more than noise and more than `least`."""
+        return sign * (self.end - self.start) > max(2 * self.error, least)
+
+    def __str__(self) -> str:
+        return f"{self.start:.4g} to {self.end:.4g}"
+
+
+def course_of(values: Sequence[float]) -> Course | None:
+    """Return the course of a metric; None of fewer than two values."""
+    if len(values) < 2:
+        return None
+    first, last = max(1, len(values) // 5), max(1, len(values) // 4)
+    jumps = [abs(b - a) for a, b in itertools.pairwise(values)]
+    # not their mean: a single jump that stays is progress, and not noise
+    spread = median(jumps) if len(jumps) > 4 else min(jumps)
+    error = spread * math.sqrt(1 / first + 1 / last) if len(jumps) > 1 else 0.0
+    return Course(fmean(values[:first]), fmean(values[-last:]), error)
+
+
+_GOALS = (("reward", 1), ("rewards/accuracy", 1), ("accuracy", 1), ("nll", -1), ("loss", -1))
+"""Metrics that should improve, the first one that a run has, and in which direction."""
+
+
+@dataclass
+class RunRecords:
+    """The records of a run, as its files have them; any of them may be missing."""
+
+    history: Sequence[Mapping[str, Any]]
+    """A record of each step, with its metrics."""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """The resolved config."""
+    samples: Sequence[Mapping[str, Any]] = ()
+    """Responses of training."""
+    eval_samples: Sequence[Mapping[str, Any]] = ()
+    """Held-out responses."""
+    tokens: Sequence[Mapping[str, Any]] = ()
+    """Responses with their tokens."""
+
+    def __post_init__(self) -> None:
+        every, recent = max(1, len(self.history) // POINTS), len(self.history) - RECENT
+        self.history = [record for i, record in enumerate(self.history) if i % every == 0 or i >= recent]
+        self.steps = [record for record in self.history if isinstance(step := record.get("step"), int) and step > 0]
+        self.last = int(self.steps[-1]["step"]) if self.steps else 0
+        """The last step."""
+        self.generation = "interfaces.actor.generation"
+        actor = self.setting("interfaces.actor")
+        # their responses and rewards are rows of the data, and say nothing about the policy
+        self.offline = isinstance(actor, Mapping) and "generation" not in actor
+        if self.offline:
+            self.samples = ()
+
+    def values(self, name: str, records: Iterable[Mapping[str, Any]] | None = None) -> list[float]:
+        """Return the finite values of a metric, from the first step on."""
+        chosen = self.steps if records is None else records
+        return [x for record in chosen if _is_number(x := record.get(name))]
+
+    def recent(self, name: str, default: float = 0.0) -> float:
+        """Return the mean of a metric over the recent steps; `default` without any."""
+        values = self.values(name)[-RECENT:]
+        return fmean(values) if values else default
+
+    def course(self, name: str) -> Course | None:
+        """Return the course of a metric of training."""
+        return course_of(self.values(name))
+
+    def names(self, pattern: str) -> list[str]:
+        """Return the metrics whose whole name matches a pattern."""
+        names = dict.fromkeys(name for record in (*self.history[:3], *self.history[-RECENT:]) for name in record)
+        return [name for name in names if re.fullmatch(pattern, name)]
+
+    def setting(self, key: str, default: Any = None) -> Any:
+        """Return a value of the config; `default` if it has no such key, or null."""
+        node: Any = self.config
+        for name in key.split("."):
+            node = node.get(name) if isinstance(node, Mapping) else None
+        return default if node is None else node
+
+    @cached_property
+    def held_out(self) -> tuple[str, int]:
+        """The held-out metric that should improve, and in which direction; an empty name without an evaluation."""
+        found = ((name, sign) for ending, sign in _GOALS for name in self.names(rf"eval/(\w+/)?{ending}"))
+        return next(found, ("", 1))
+
+    @cached_property
+    def evaluated(self) -> list[float]:
+        """Values of `held_out`, that before training included."""
+        return _from_chance(self.held_out[0], self.values(self.held_out[0], self.history))
+
+    @cached_property
+    def goal(self) -> tuple[str, int]:
+        """The metric of training that should improve, and in which direction."""
+        goals = _GOALS[self.offline :]  # the reward comes first
+        return next(((name, sign) for name, sign in goals if self.values(name)), ("", 1))
+
+    def trains(self, sign: int = 1) -> bool:
+        """Return whether the metric of training improved (1) or got worse (-1)."""
+        name, good = self.goal
+        course = course_of(_from_chance(name, self.values(name)))
+        return course is not None and course.moved(sign * good)
+
+    def generalizes(self, sign: int = 1) -> bool:
+        """Return whether the held-out metric improved (1) or got worse (-1)."""
+        course = course_of(self.evaluated)
+        return course is not None and course.moved(sign * self.held_out[1])
+
+    @cached_property
+    def learns(self) -> bool:
+        """Whether held-out data improved, or without evaluations the training batch."""
+        return self.generalizes() if len(self.evaluated) > 1 else self.trains()
+
+    @cached_property
+    def idle(self) -> float:
+        """Share of recent steps that changed no weight, for want of a gradient."""
+        steps = [record for record in self.steps[-RECENT:] if "zero_gradient_steps" in record]
+        idle = [float(bool(record["zero_gradient_steps"]) and not record.get("optimizer_steps")) for record in steps]
+        return fmean(idle) if idle else 0.0
+
+    @cached_property
+    def movement(self) -> float:
+        """Sum of learning rate times optimizer steps: an upper bound on how far Adam moved a weight."""
+        made = sum((record.get("lr") or 0.0) * (record.get("optimizer_steps") or 0.0) for record in self.steps)
+        return made * self.last / max(1, len(self.steps))
+
+    @cached_property
+    def silent(self) -> bool:
+        """Whether rewards within nearly all recent groups are equal."""
+        return bool(self.values("zero_std_fraction")) and self.recent("zero_std_fraction") >= 0.85
+
+    @cached_property
+    def cut(self) -> float:
+        """Share of recent responses at the length limit."""
+        return self.recent("truncated_fraction")
+
+    @cached_property
+    def groups(self) -> list[list[Mapping[str, Any]]]:
+        """The sampled responses of each prompt of a step, those with a reward."""
+        groups: dict[Any, list[Mapping[str, Any]]] = defaultdict(list)
+        for sample in self.samples:
+            if _is_number(sample.get("reward")):
+                groups[sample.get("step"), sample.get("id")].append(sample)
+        return list(groups.values())
+
+    @cached_property
+    def rewards(self) -> list[float]:
+        """Rewards of the sampled responses."""
+        return [sample["reward"] for group in self.groups for sample in group]
+
+    @cached_property
+    def fails_alike(self) -> bool:
+        """Whether all sampled responses have the same reward of 0 or less."""
+        if not self.rewards or not self.silent or max(self.rewards) > min(self.rewards) or self.rewards[0] > 0:
+            return False
+        # a rare success among all responses of a step is no signal
+        return max(self.values("reward"), default=0.0) <= self.rewards[0] + 0.02
+
+    @cached_property
+    def right(self) -> list[Mapping[str, Any]]:
+        """Sampled responses that contain the answer of their row; none if those of other rows are as frequent."""
+        found = [sample for sample in self.samples if _has_answer(sample)]
+        half = len(self.samples) // 2
+        answers = [sample.get("answer") for sample in (*self.samples[half:], *self.samples[:half])]
+        other = [(s, answer) for s, answer in zip(self.samples, answers, strict=True) if answer != s.get("answer")]
+        by_chance = sum(_has_answer({**sample, "answer": answer}) for sample, answer in other)
+        return found if len(found) * max(1, len(other)) > 2 * by_chance * len(self.samples) else []
+
+    @cached_property
+    def prompts(self) -> list[str]:
+        """Sampled prompts, with special tokens where they were recorded."""
+        recorded = ["".join(token_texts(record, given=True)) for record in self.tokens]
+        return recorded or list(dict.fromkeys(str(sample.get("prompt")) for sample in self.samples))
+
+    def show(self, *samples: Mapping[str, Any]) -> str:
+        """Return the first of some samples as evidence; empty without any."""
+        if not samples:
+            return ""
+        prompt, response = (visible(shorten(str(samples[0].get(key)), 120)) for key in ("prompt", "response"))
+        place = f"step {samples[0]['step']}: " if "step" in samples[0] else ""
+        reward = samples[0].get("reward")
+        return f"{place}{prompt!r} -> {response!r} has reward {'none' if reward is None else format(reward, '.4g')}"
+
+
+# --- texts and values of records ---
+
+
+def _from_chance(name: str, values: Sequence[float]) -> list[float]:
+    """Return the values of a metric, where a policy that prefers neither side counts as chance, and not as 0."""
+    return [max(x, 0.5) for x in values] if name.endswith("rewards/accuracy") else [*values]
+
+
+def _is_number(x: Any) -> TypeGuard[float]:
+    """Return whether a value is a finite number; in a damaged file it can be of any kind."""
+    return isinstance(x, int | float) and -1e300 < x < 1e300
+
+
+def response_text(sample: Mapping[str, Any]) -> str:
+    """Return the response of a sample, in which runs of white space are one blank."""
+    return " ".join(str(sample.get("response")).split())
+
+
+def token_texts(record: Mapping[str, Any], *, given: bool) -> list[str]:
+    """Return the texts of the prompt's tokens, or of the others."""
+    pairs = zip(record.get("text") or (), record.get("given") or (), strict=False)
+    return [text for text, of_prompt in pairs if bool(of_prompt) is given]
+
+
+def _has_answer(sample: Mapping[str, Any]) -> bool:
+    """Return whether a response contains the answer of its row as a word."""
+    answer = re.escape(str(sample.get("answer") or ""))
+    return bool(answer) and re.search(rf"(?<![\w.]){answer}(?!\w)", str(sample.get("response"))) is not None
+
+
+def repeats(sample: Mapping[str, Any]) -> bool:
+    """Return whether the second half of a response repeats a few words."""
+    words = str(sample.get("response")).split()
+    tail = words[len(words) // 2 :]
+    return len(tail) >= 4 and len(set(tail)) <= max(2, len(tail) / 3)
+
+
+def goes_on(record: Mapping[str, Any]) -> bool:
+    """Return whether a recorded response goes on after an end token."""
+    pattern = r"<\|?(end\w*|eot_id|im_end|eos|/s)\|?>"
+    return any(re.fullmatch(pattern, text.strip()) for text in token_texts(record, given=False)[:-2])
+
+
+__all__ = ["RECENT", "Course", "RunRecords", "goes_on", "repeats", "response_text", "token_texts"]
