@@ -30,8 +30,10 @@ def main(words: Sequence[str]) -> realign.Run:
     if "models.actor.path" not in gkd:
         right = prepare(FOLDER / "right", seed=0, mistakes=0.0)
         wrong = prepare(FOLDER / "wrong", seed=0)
-        small = AutoConfig.from_pretrained(wrong.model, hidden_size=64, intermediate_size=128, head_dim=16)
-        AutoModelForCausalLM.from_config(small).save_pretrained(wrong.model)
+        small = AutoConfig.from_pretrained(
+            wrong.model, hidden_size=64, intermediate_size=128, head_dim=16, trust_remote_code=False
+        )
+        AutoModelForCausalLM.from_config(small, trust_remote_code=False).save_pretrained(wrong.model)
         held_out = {"evaluation.data.path": right.held_out, "overwrite": True}
         models = {}
         for role, task in {"teacher": right, "actor": wrong}.items():
