@@ -19,5 +19,5 @@ def test_a_kill_before_the_first_checkpoint_and_one_with_damage_later_change_not
     assert expected.items() <= result.items()
     assert result["metrics_equal"]
     assert result["weights_equal"]
-    assert result["samples"] == 6 * 32 + 2 * 8  # responses of all steps, and the recorded held-out responses
+    assert result["samples"] == 6 * 32 + 2 * 63  # of all steps, and of two evaluations with all prompts
     assert lines[-2].startswith("2 ")
