@@ -40,7 +40,7 @@ def multiplies_bf16() -> bool:
 
     The instructions decide, not a measured speed, which would make a run's numbers depend on the load of the machine.
     """
-    found = torch.cpu.get_capabilities()
+    found = getattr(torch.cpu, "get_capabilities", dict)()  # early versions of torch don't tell
     return any(bool(found.get(name)) for name in _INSTRUCTIONS)
 
 
