@@ -13,7 +13,7 @@ Shapes: N rows, R rows with those of zeros, K inputs, M outputs.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, cached_property
 from typing import Any
@@ -40,7 +40,8 @@ def multiplies_bf16() -> bool:
 
     The instructions decide, not a measured speed, which would make a run's numbers depend on the load of the machine.
     """
-    found = getattr(torch.cpu, "get_capabilities", dict)()  # early versions of torch don't tell
+    tells: Callable[[], Mapping[str, Any]] = getattr(torch.cpu, "get_capabilities", dict)  # early versions lack it
+    found = tells()
     return any(bool(found.get(name)) for name in _INSTRUCTIONS)
 
 
