@@ -25,8 +25,6 @@ from realign.report.page import unique_keys
 from realign.runtime.run_report import duration, parent_of
 from realign.text import visible
 
-MOST = 16
-"""Metrics in the table."""
 _MOST_KEYS = 40
 """Settings in the list."""
 _MOST_IN_NAME = 3
@@ -160,7 +158,7 @@ def _metrics(groups: Sequence[Sequence[Mapping[str, Any]]], heads: Sequence[str]
     ]
     if rows[0][1] == heads:
         del rows[0]
-    rows += [(name, [_values(group, name) for group in groups]) for name in _names(runs)[:MOST]]
+    rows += [(name, [_values(group, name) for group in groups]) for name in _names(runs)]
     title = "Metrics: last (best, step)"
     title += "; of several seeds: mean ± standard error" if any(len(group) > 1 for group in groups) else ""
     tables = _tables(heads, rows, width)
@@ -184,13 +182,13 @@ def _span(values: Sequence[int]) -> str:
 
 
 def _names(runs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the metrics to compare: evaluations, then the headline metrics that a run recorded."""
+    """Return the metrics that a run recorded: evaluations first, then the headline, then all others."""
     recorded = dict.fromkeys(
         name for run in runs for name in run["metrics"]["values"] if not is_noise(_values_of(run, name))
     )
     held_out = held_out_metrics(recorded)
     headline = [name for run in runs for name in run["info"]["headline"] if name in recorded]
-    return list(dict.fromkeys([*held_out, *headline])) or list(recorded)
+    return list(dict.fromkeys([*held_out, *headline, *recorded]))
 
 
 def _values(group: Sequence[Mapping[str, Any]], name: str) -> str:
@@ -253,11 +251,11 @@ def _branches(runs: Sequence[Mapping[str, Any]], heads: Sequence[str]) -> list[T
         if (fork := _shared_steps(runs[first], runs[second])) is None:
             continue
         curves = [_curves(Path(runs[i]["folder"])) for i in (first, second)]
-        for name in _names([runs[first], runs[second]])[:MOST]:
+        for name in _names([runs[first], runs[second]]):
             shared = sorted(step for step in curves[0].keys() & curves[1].keys() if step > fork)
             pairs = [(curves[0][step].get(name), curves[1][step].get(name)) for step in shared]
             differences = [b - a for a, b in pairs if a is not None and b is not None]
-            if len(differences) > 1:
+            if len(differences) > 1 and any(differences):
                 between = f"{heads[second]} minus {heads[first]}"
                 lines.append(f"{name}: {summarize_differences(differences)} in {len(differences)} steps ({between})")
     if not lines:

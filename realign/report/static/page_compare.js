@@ -10,14 +10,14 @@
     const draw = () => report.put(body, metrics(runs));
     draw();
     return el("div", {}, report.section("Metrics", "Last values, and the best where larger or smaller is known to be better. The best run is highlighted.",
-      el("div", { class: "toolbar" }, el("label", {}, "Filter all metrics ", el("input", { type: "search", value: state.filter, placeholder: "own, kl, time …", oninput: (event) => { state.filter = event.target.value; draw(); } }))),
+      el("div", { class: "toolbar" }, el("label", {}, "Filter ", el("input", { type: "search", value: state.filter, placeholder: "own, kl, time …", oninput: (event) => { state.filter = event.target.value; draw(); } }))),
       body), report.differences(runs));
   } };
 
-  /* The headline metrics, or of all metrics those that the filter matches. */
+  /* All metrics whose names the filter matches, the headline first. */
   function metrics(runs) {
-    const shown = (run) => state.filter ? Object.keys(run.metrics.values).filter((name) => name.includes(state.filter.trim()) && !report.isNoise(run.metrics.values[name])) : [...report.headline(run), "step_s"];
-    const names = [...new Set(runs.flatMap(shown))].filter((name) => runs.some((run) => report.course(run, name)));
+    const names = [...new Set([...runs.flatMap(report.headline), ...runs.flatMap((run) => Object.keys(run.metrics.values))])]
+      .filter((name) => name.includes(state.filter.trim()) && runs.some((run) => report.course(run, name) && !report.isNoise(run.metrics.values[name])));
     const rows = names.map((name) => {
       const found = runs.map((run) => report.course(run, name)), larger = report.larger(runs[0], name);
       const lasts = found.map((c) => (c ? (c.best && larger !== null ? c.best[1] : c.last[1]) : null));
