@@ -1,6 +1,6 @@
 """How often `realign why` names the cause of a run that doesn't learn: planted faults, and healthy runs.
 
-    python -m benchmarks.why [folder] [only=NAME,NAME] [seeds=2]
+    python -m benchmarks.why [folder] [set=replays] [only=NAME,NAME] [seeds=2]
 
 The task is small enough for seconds: a chat model with 100,000 parameters repeats the first of two numbers, and most
 of its examples repeated the second. Each fault is one mistake that users make, in settings, reward function or data. It
@@ -60,10 +60,8 @@ def prepare(folder: Path) -> None:
     held_out, rows = list(problems(rng, 64)), list(problems(rng, 512))
     wrong = [r["answer"] for r in rows]
     rng.shuffle(wrong)
-    pairs = [
-        {"prompt": r["prompt"], "chosen": f"the answer is {r['answer']}", "rejected": f"the answer is {r['other']}"}
-        for r in rows
-    ]
+    told = [(r["prompt"], f"the answer is {r['answer']}", f"the answer is {r['other']}") for r in rows]
+    pairs = [dict(zip(("prompt", "chosen", "rejected"), texts, strict=True)) for texts in told]
     files = {
         "prompts": rows,
         "held_out": held_out,
@@ -75,8 +73,7 @@ def prepare(folder: Path) -> None:
         "demonstrations": [{**row, "response": f"the answer is {row['answer']}"} for row in rows],
         "pairs": pairs,
         "random_pairs": [
-            pair if rng.random() < 0.5 else {**pair, "chosen": pair["rejected"], "rejected": pair["chosen"]}
-            for pair in pairs
+            {**p, "chosen": p["rejected"], "rejected": p["chosen"]} if rng.random() < 0.5 else p for p in pairs
         ],
     }
     for name, content in files.items():
@@ -194,6 +191,16 @@ def short(prompt: str, response: str, row: Mapping[str, Any]) -> float:
     return -float(len(response.split()))
 
 
+def one_line(prompt: str, response: str, row: Mapping[str, Any]) -> float:
+    """Expect a format with a dot, which matches no line break, where each word is a line."""
+    return float(re.match("the.*answer.*is", response.replace(" ", "\n")) is not None)
+
+
+def distance(prompt: str, response: str, row: Mapping[str, Any]) -> float:
+    """Return how far the length is from three words, as if it were a reward."""
+    return abs(3.0 - len(response.split()))
+
+
 def often_missing(prompt: str, response: str, row: Mapping[str, Any]) -> float | None:
     """Return no reward for wrong answers, as a parser that gives up on them."""
     return right(prompt, response, row) or None
@@ -228,6 +235,17 @@ class ColdModel(TransformersModel):
         model = super().load(name, seed=seed)
         sample = model.engine.generate
         model.engine.generate = lambda data, config, **rest: sample(data, replace(config, temperature=0.5), **rest)  # type: ignore[method-assign]
+        return model
+
+
+@dataclass
+class FrozenModel(TransformersModel):
+    """A model that is frozen after the optimizer took its weights."""
+
+    def load(self, name: str, *, seed: int) -> Any:
+        """Freeze everything."""
+        model = super().load(name, seed=seed)
+        model.engine.network.requires_grad_(False)
         return model
 
 
@@ -266,6 +284,7 @@ def _case(name: str, causes: str = "", changes: str = "", kind: str = "grpo", so
 
 SUM = "function=null; interfaces.reward.functions="
 HALF = SUM + "{right: {function: 'HERE:right', weight: 0.02}, short: {function: 'HERE:short'}}"
+FORMAT = "{right: {function: 'HERE:right'}, format: {function: 'HERE:one_line'}}"
 CANCEL = SUM + "{right: {function: 'HERE:right'}, wrong: {function: 'HERE:not_right'}}"
 GENERATION, TARGET = "interfaces.actor.generation", "models.actor._target_"
 FAULTS = (
@@ -302,32 +321,17 @@ FAULTS = (
     _case("KL of 30 in the reward", "kl-too-strong", "interfaces.actor.kl={place: reward, coef: 30}"),
     _case("entropy bonus of 3", "entropy-bonus", "interfaces.actor.entropy.coef=3"),
     _case("clip of 1e-6", "clip", "interfaces.actor.objective={low: 1.0e-6, high: 1.0e-6}; interfaces.actor.epochs=4"),
-    _case(
-        "own groups",
-        "advantages-cancel",
-        "interfaces.actor.advantage={_target_: 'benchmarks.why.OwnGroups'}",
-        source="Search-R1#88",
-    ),
+    _case("own groups", "advantages-cancel", "interfaces.actor.advantage._target_=benchmarks.why.OwnGroups"),
     _case("weights never reach the sampler", "sampler-stale", f"{TARGET}=benchmarks.why.StaleModel"),
     _case("sampler at another temperature", "sampler", f"{TARGET}=benchmarks.why.ColdModel", source="NeMo-RL#935"),
+    _case("frozen weights", "frozen-weights", f"{TARGET}=benchmarks.why.FrozenModel"),
     _case("dropout", "dropout sampler", "models.actor.dropout=0.6"),
     _case("one prompt, copied", "duplicates", "data=one_prompt"),
     _case("one answer to all", "one-answer", "data=nines"),
     _case("evaluation of other prompts", "evaluation-differs", "held_out=unseen"),
-    _case(
-        "evaluation cut short", "evaluation-differs", "evaluation.generation={max_new_tokens: 2, temperature: 1, n: 4}"
-    ),
-    _case(
-        "evaluation at temperature 6",
-        "evaluation-differs",
-        "evaluation.generation={max_new_tokens: 12, temperature: 6, n: 4}",
-    ),
-    _case(
-        "critic learns at 0.5",
-        "critic",
-        "models.critic.optimizer.lr=0.5; models.critic.optimizer.grad_clip=null",
-        kind="ppo",
-    ),
+    _case("evaluation cut short", "evaluation-differs", "evaluation.generation.max_new_tokens=2"),
+    _case("evaluation at temperature 6", "evaluation-differs", "evaluation.generation.temperature=6"),
+    _case("critic learns at 0.5", "critic", "models.critic.optimizer={lr: 0.5, grad_clip: null}", "ppo"),
     _case("pairs in random order", "random-pairs", "data=random_pairs; held_out=pairs", kind="dpo", source="DPO#53"),
     _case("SFT at 1e-9", "learning-rate-low", "lr=1.0e-9", kind="sft"),
 )
@@ -340,6 +344,16 @@ HEALTHY = (
     _case("grpo with KL", changes="interfaces.actor.kl={place: loss, coef: 0.01}"),
     _case("asynchronous grpo", changes="rollout=async; interfaces.actor.correction=importance_correction"),
 )
+REPLAYS = (
+    _case("a dot in the format", "reward-part-dead", SUM + FORMAT, source="open-r1#237"),
+    _case("distance to a length", "reward-hacking", "function=distance", source="trl#2771"),
+    _case("limit before the answer", "truncated", "tokens=3", source="autocontext#1067"),
+    _case("answers shuffled apart", "wrong-answers reward-noise", "data=wrong", source="open-instruct#1484"),
+    _case("groups of one", "no-baseline", "interfaces.actor.adv_norm={mean: none, std: none}", source="Search-R1#88"),
+    _case("fifty times the rate", "learning-rate-high", "lr=0.1; steps=40", source="hello-agents#770"),
+)
+"""Mistakes of six threads, as they turned out there."""
+SETS = {"seen": (*FAULTS, *HEALTHY), "replays": REPLAYS}
 
 
 # --- runs ---
@@ -424,7 +438,7 @@ def main(arguments: Sequence[str]) -> None:
         prepare(folder)
     only = options["only"].split(",") if "only" in options else None
     first = among = accused = 0
-    cases = [case for case in (*FAULTS, *HEALTHY) if only is None or case.name in only]
+    cases = [case for case in SETS[options.get("set", "seen")] if only is None or case.name in only]
     seeds = range(1, int(options.get("seeds", 2)) + 1)
     for case in cases:
         for seed in seeds:
@@ -434,13 +448,10 @@ def main(arguments: Sequence[str]) -> None:
             first += bool(named) and named[0] in case.causes
             among += bool(set(named) & set(case.causes))
             accused += not case.causes and bool(named)
-            mark = (
-                "ok"
-                if (named[:1] == [n for n in named[:1] if n in case.causes]) and bool(named) == bool(case.causes)
-                else "--"
-            )
+            mark = "ok" if (not case.causes and not named) or set(named[:1]) & set(case.causes) else "--"
             progress = "" if case.causes or improved(case, run) else " (did not improve, does not count)"
             print(f"{mark} {case.name} ({seed}): {', '.join(named) or 'healthy'}{progress}", flush=True)
+            print(f"   {diagnosis.sentence}")
     faults = sum(bool(case.causes) for case in cases) * len(seeds)
     healthy = len(cases) * len(seeds) - faults
     print(f"{first} of {faults} first, {among} among three; {accused} of {healthy} healthy runs accused")

@@ -8,11 +8,10 @@ callable `(RunRecords) -> Cause | None`.
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import re
 import shlex
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -20,7 +19,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from realign.records.evidence import RECENT, RunRecords, goes_on, repeats, response_text, token_texts
+from realign.records.evidence import GENERATION, RECENT, RunRecords, distinct, most_common, response_text
 from realign.records.record_files import METRICS, json_lines, yaml_object
 from realign.safe_yaml import load_yaml
 from realign.text import shorten, visible
@@ -78,6 +77,17 @@ def _cause(name: str, sure: float, *facts: str, **values: Any) -> Cause:
     words = words_of_causes()[name]
     settings = tuple(text.format_map(values) for text in words.get("try", ()))
     return Cause(name, words["says"].format_map(values), tuple(filter(None, facts)), words["do"], sure, settings)
+
+
+def numbers(run: RunRecords) -> Cause | None:
+    """Compare metrics and settings with the limits that causes.yaml has."""
+    for name, words in words_of_causes().items():
+        key, sign, limit = words.get("when", "nothing > 0").split()
+        value = run.recent(key) if run.values(key) else float(run.setting(key, math.nan))
+        beyond = value > float(limit) if sign == ">" else value < float(limit)
+        if beyond and (words.get("always") or not run.learns):
+            return _cause(name, words["sure"], f"{key}: {value:.4g}", value=value)
+    return None
 
 
 Symptom = Callable[[RunRecords], Cause | None]
@@ -161,102 +171,84 @@ def records_of(folder: Path) -> RunRecords:
 
 def not_finite(run: RunRecords) -> Cause | None:
     """Find steps whose loss or gradient was not finite."""
-    if not (count := sum(run.values("nonfinite_steps"))):
-        return None
-    step = next(int(record["step"]) for record in run.steps if record.get("nonfinite_steps"))
-    return _cause("not-finite", CERTAIN, f"{count:g} optimizer steps were skipped", step=step, lower=_rate(run) / 10)
+    steps = [record["step"] for record in run.steps if record.get("nonfinite_steps")]
+    fact = f"{sum(run.values('nonfinite_steps')):g} optimizer steps were skipped"
+    return _cause("not-finite", CERTAIN, fact, step=steps[0], lower=_rate(run) / 10) if steps else None
 
 
 def sampler_differs(run: RunRecords) -> Cause | None:
     """Compare the log-probs of sampler and trainer before an update."""
-    name = next((n for n in ("behavior_logprob_diff_max", "first_logprob_diff_max") if run.values(n)), "")
-    values = run.values(name)
-    if not values or run.recent("rollout/version_lag") > 0:
-        return None
+    values = run.values("behavior_logprob_diff_max") or run.values("first_logprob_diff_max")
     wrong = [x > 0.1 for x in values]  # nats; bf16 differs by less
-    if sum(wrong) < max(2, len(values) / 2):
+    if sum(wrong) < max(2, len(values) / 2) or run.recent("rollout/version_lag") > 0:
         return None
     fact = f"log-probs differ by up to {values[0]:.3g} nats in the first step, and {max(values):.3g} later"
-    if rate := run.setting("models.actor.dropout"):
-        return _cause("dropout", CERTAIN, fact, rate=rate)
-    return _cause("sampler" if wrong[0] else "sampler-stale", CERTAIN, fact)
+    rate = run.setting("models.actor.dropout")
+    return _cause("dropout" if rate else "sampler" if wrong[0] else "sampler-stale", CERTAIN, fact, rate=rate)
 
 
 # --- prompts and responses ---
 
-_MARKER = re.compile(r"<\|?/?[A-Za-z_][^<>\s]*\|?>|\[/?INST\]|<<SYS>>")
-_DOUBLED = re.compile(r"(<\|?/?[A-Za-z_][^<>\s]*\|?>|\[/?INST\])(?:\s*(?:user|assistant|system))?\s*\1")
+_MARKER = r"<\|?/?[A-Za-z_][^<>\s]*\|?>|\[/?INST\]|<<SYS>>"
+_DOUBLED = rf"({_MARKER})(?:\s*(?:user|assistant|system))?\s*\1"
 
 
 def _has_template(path: Any) -> bool:
     """Return whether a local model folder has a chat template."""
-    folder = Path(str(path))
-    try:
-        settings = json.loads((folder / "tokenizer_config.json").read_bytes())
-    except (OSError, ValueError):
-        return False
-    return "chat_template" in settings or (folder / "chat_template.jinja").is_file()
+    settings, files = Path(str(path), "tokenizer_config.json"), Path(str(path)).glob("chat_template.jinja")
+    return any(files) or (settings.is_file() and b'"chat_template"' in settings.read_bytes())
 
 
-def template_twice(run: RunRecords) -> Cause | None:
-    """Find markers of a chat template that are doubled."""
-    doubled = [match[0] for text in run.prompts if (match := _DOUBLED.search(text))]
-    if not doubled or len(doubled) < len(run.prompts) / 2:
-        return None
-    fact = f"in {len(doubled)} of {len(run.prompts)} recorded prompts"
-    return _cause("template-twice", PROVEN, fact, text=doubled[0])
-
-
-def template_missing(run: RunRecords) -> Cause | None:
-    """Look for the chat template of the model in the prompts."""
-    if run.setting("data.template") != "plain" or run.learns or any(map(_MARKER.search, run.prompts)):
+def template(run: RunRecords) -> Cause | None:
+    """Look for the chat template of the model in the prompts: none, or its markers doubled."""
+    doubled = [match[0] for text in run.prompts if (match := re.search(_DOUBLED, text))]
+    if doubled and len(doubled) >= len(run.prompts) / 2:
+        fact = f"in {len(doubled)} of {len(run.prompts)} recorded prompts"
+        return _cause("template-twice", PROVEN, fact, text=doubled[0])
+    ours, theirs = run.setting("data.template"), run.setting("evaluation.data.template", "plain")
+    if ours != "plain" or any(re.search(_MARKER, x) for x in run.prompts) or (run.learns and ours == theirs):
         return None
     if not _has_template(run.setting("models.actor.path")):
         return None
-    return _cause("template-missing", PROVEN, *(f"prompt {visible(shorten(x, 120))!r}" for x in run.prompts[:1]))
+    facts = [f"prompt {visible(shorten(x, 120))!r}" for x in run.prompts[:1]]
+    facts += [f"evaluation.data.template={theirs}"] * (ours != theirs)
+    return _cause("template-missing", PROVEN, *facts)
 
 
 def prompts_cut(run: RunRecords) -> Cause | None:
     """Look for prompts that are as long as the limit."""
     limit = run.setting("data.max_prompt_tokens")
-    if limit is None or run.setting("data.too_long") != "truncate_left" or not run.tokens:
+    if limit is None or run.setting("data.too_long") != "truncate_left":
         return None
     cut = [r for r in run.tokens if r.get("start", 0) + sum(r.get("given") or ()) >= limit]
-    if len(cut) < len(run.tokens) / 2:
+    if not cut or len(cut) < len(run.tokens) / 2:
         return None
-    text = visible(shorten("".join(token_texts(cut[0], given=True)), 120))
+    text = visible(shorten(run.prompts[run.tokens.index(cut[0])], 120))
     fact = f"{len(cut)} of {len(run.tokens)} recorded prompts have {limit} tokens, such as {text!r}"
     return _cause("prompts-cut", PROVEN, fact, limit=limit, longer=8 * limit)
 
 
 def truncated(run: RunRecords) -> Cause | None:
     """Look at responses that reach the length limit."""
-    limit = run.setting(f"{run.generation}.max_new_tokens", run.recent("response_tokens"))
-    if run.cut < 0.5 or (run.learns and run.cut < 0.9) or run.setting(f"{run.generation}.fixed_length"):
+    limit = run.setting(f"{GENERATION}.max_new_tokens", run.recent("response_tokens"))
+    led_there = run.trains() and not run.learns  # by the reward
+    if run.cut < (0.9 if run.learns else 0.5) or led_there or run.setting(f"{GENERATION}.fixed_length"):
         return None
-    if run.trains() and not run.learns:
-        return None  # it was led there by the reward
-    texts = [sample for sample in run.samples if sample.get("response")]
-    endless = [sample for sample in texts if repeats(sample)]
-    early = run.values("truncated_fraction")[0]
     # what comes later is a consequence
-    sure = POSSIBLE if early < run.cut / 2 else CERTAIN if run.idle > 0.5 or run.cut > 0.9 else LIKELY
-    values = {"share": run.cut, "limit": limit, "longer": 4 * limit}
-    if (texts and len(endless) > len(texts) / 2) or any(map(goes_on, run.tokens)):
-        return _cause("no-end-token", sure, run.show(*endless, *texts), **values)
-    return _cause("truncated", sure, run.show(*texts), **values)
+    late = run.values("truncated_fraction")[0] < run.cut / 2
+    sure = POSSIBLE if late else CERTAIN if run.idle() > 0.5 or run.cut > 0.9 else LIKELY
+    name, shown = ("no-end-token", run.endless) if run.endless else ("truncated", run.samples)
+    return _cause(name, sure, run.show(*shown), share=run.cut, limit=limit, longer=4 * limit)
 
 
 def equal_responses(run: RunRecords) -> Cause | None:
     """Look for groups of equal responses, from the start on."""
     groups = [group for group in run.groups if len(group) > 1]
-    same = [group for group in groups if len({response_text(sample) for sample in group}) == 1]
+    same = [group for group in groups if not distinct(group)]
     early = [group for group in same if (group[0].get("step") or 0) <= max(2, run.last // 5)]
-    if not early or len(same) < 0.6 * len(groups) or run.recent("zero_std_fraction", 1.0) < 0.5:
+    if not early or len(same) < 0.6 * len(groups) or run.recent("zero_std_fraction", 1.0) < 0.5 or run.succeeds:
         return None
-    if len(run.right) > 0.7 * len(run.samples):
-        return None
-    temperature = run.setting(f"{run.generation}.temperature", 1.0)
+    temperature = run.setting(f"{GENERATION}.temperature", 1.0)
     fact = f"in {len(same)} of {len(groups)} sampled groups"
     sure = CERTAIN if temperature < 0.5 else LIKELY
     return _cause("equal-responses", sure, fact, run.show(same[0][0]), temperature=temperature)
@@ -265,64 +257,59 @@ def equal_responses(run: RunRecords) -> Cause | None:
 # --- rewards that say nothing ---
 
 
-def advantages_cancel(run: RunRecords) -> Cause | None:
-    """Look for advantages of 0 in groups of unequal rewards."""
-    extremes = [*run.values("advantage_max"), *run.values("advantage_min")]
-    if not extremes or max(map(abs, extremes)) > 1e-6 or run.recent("zero_std_fraction") > 0.5:
+def advantages(run: RunRecords) -> Cause | None:
+    """Look for advantages that are 0, or all of one sign, in groups of unequal rewards."""
+    lowest, highest = run.values("advantage_min"), run.values("advantage_max")
+    torn = [group for group in run.groups if distinct(group, "reward")]
+    if not lowest or not highest:
         return None
-    torn = [group for group in run.groups if len({sample["reward"] for sample in group}) > 1]
-    fact = f"{run.recent('zero_std_fraction'):.0%} of the groups have equal rewards, and no step has an advantage"
-    return _cause("advantages-cancel", CERTAIN, fact, run.show(*(torn[0] if torn else ())))
-
-
-def rewards_missing(run: RunRecords) -> Cause | None:
-    """Count responses without a reward."""
-    if (share := run.recent("missing_rewards")) < 0.2:
+    low, high = min(lowest), max(highest)
+    if max(-low, high) <= 1e-6 and run.recent("zero_std_fraction") <= 0.5:
+        fact = f"{run.recent('zero_std_fraction'):.0%} of the groups have equal rewards, and no step has an advantage"
+        return _cause("advantages-cancel", CERTAIN, fact, run.show(*(torn[0] if torn else ())))
+    if not torn or low < 0 < high or low == high:
         return None
-    fact = f"mean of the rewards that exist: {run.recent('reward'):.4g}"
-    return _cause("missing-rewards", CERTAIN if run.idle > 0.5 or share > 0.5 else LIKELY, fact, share=share)
+    fact = f"advantages from {low:.3g} to {high:.3g} in {run.last:,} steps"
+    return _cause("no-baseline", LIKELY if run.learns else CERTAIN, fact, run.show(*torn[0]))
 
 
-def not_parsed(run: RunRecords) -> Cause | None:
+def never_right(run: RunRecords) -> Cause | None:
     """Look for right answers among responses that all fail."""
-    if not run.fails_alike or run.cut > 0.5 or len(run.right) < max(2, 0.02 * len(run.rewards)):
+    if not run.fails_alike or run.cut > 0.5:
         return None
-    fact = f"{len(run.right)} of {len(run.rewards)} sampled responses contain the answer of their row"
-    return _cause("not-parsed", CERTAIN, fact, run.show(*run.right), reward=run.rewards[0])
-
-
-def too_hard(run: RunRecords) -> Cause | None:
-    """Look for a success."""
-    if not run.fails_alike or run.cut > 0.5 or max(run.evaluated, default=0.0) > run.rewards[0] + 0.02:
+    count, reward = len(run.rewards), run.rewards[0]
+    if len(run.right) >= max(2, 0.02 * count):
+        fact = f"{len(run.right)} of {count} sampled responses contain the answer of their row"
+        return _cause("not-parsed", CERTAIN, fact, run.show(*run.right), reward=reward)
+    if max(run.evaluated, default=0.0) > reward + 0.02:
         return None
-    if len(run.right) >= max(2, 0.02 * len(run.rewards)):
-        return None
-    more = 4 * int(run.setting(f"{run.generation}.n", 8))
-    count = len(run.rewards)
-    return _cause("too-hard", LIKELY, run.show(*run.samples), count=count, reward=run.rewards[0], more=more)
+    more = 4 * int(run.setting(f"{GENERATION}.n", 8))
+    return _cause("too-hard", LIKELY, run.show(*run.samples), count=count, reward=reward, more=more)
 
 
 def equal_rewards(run: RunRecords) -> Cause | None:
     """Look for groups of different responses with equal rewards."""
-    groups = [group for group in run.groups if len({response_text(sample) for sample in group}) > 1]
+    groups = [group for group in run.groups if distinct(group)]
     if not run.silent or run.cut > 0.5 or max(run.rewards, default=0.0) <= 0 or run.recent("missing_rewards") > 0.2:
         return None
-    if len(groups) < max(1, len(run.groups) / 4) or len(run.right) > 0.7 * len(run.samples):
-        return None
-    if any(len({sample["reward"] for sample in group}) > 1 for group in groups):
+    if len(groups) < max(1, len(run.groups) / 4) or run.succeeds or any(distinct(group, "reward") for group in groups):
         return None
     first = groups[0][0]
-    second = next(sample for sample in groups[0] if response_text(sample) != response_text(first))
-    constant = min(run.rewards) == max(run.rewards)
+    second = next(sample for sample in groups[0] if distinct((first, sample)))
     parts = [name for name in run.names(r"rewards/.+/std") if run.recent(name) > 0]
-    return _cause(
-        "equal-rewards",
-        CERTAIN,
-        run.show(first),
-        run.show(second),
-        f"{', '.join(parts)} are above 0, so the parts cancel out" if parts else "",
-        how=f"each has {run.rewards[0]:.4g}, whatever it says" if constant else "it depends on the prompt only",
-    )
+    cancel = f"{', '.join(parts)} are above 0, so the parts cancel out" if parts else ""
+    alike = f"each has {run.rewards[0]:.4g}, whatever it says"
+    how = "it depends on the prompt only" if min(run.rewards) < max(run.rewards) else alike
+    return _cause("equal-rewards", CERTAIN, run.show(first), run.show(second), cancel, how=how)
+
+
+def dead_part(run: RunRecords) -> Cause | None:
+    """Look for a part of the reward that no response ever gets."""
+    parts = run.names("rewards/.+/mean")
+    dead = [name for name in parts if not any(run.values(name))]
+    if not dead or len(dead) == len(parts) or run.last < RECENT:
+        return None
+    return _cause("reward-part-dead", POSSIBLE, run.show(*run.samples[-1:]), part=dead[0].split("/")[1])
 
 
 def solved(run: RunRecords) -> Cause | None:
@@ -331,19 +318,12 @@ def solved(run: RunRecords) -> Cause | None:
     if not rewards or not equal or run.learns or run.trains() or fmean(equal) < 0.4 or max(run.rewards, default=1) > 1:
         return None
     early = fmean(rewards[: max(3, len(rewards) // 5)])
-    if early < 0.7 or max(run.evaluated[:1], default=1.0) < 0.7:
+    if min(early, *run.evaluated[:1]) < 0.7 or not run.evaluated:
         return None
     return _cause("solved", CERTAIN, f"{fmean(equal):.0%} of the groups have equal rewards", reward=early)
 
 
 # --- rewards that say the wrong thing ---
-
-
-def shuffled(run: RunRecords) -> Cause | None:
-    """Look for the negative control."""
-    if not run.setting("interfaces.reward.shuffle"):
-        return None
-    return _cause("shuffled", PROVEN, "interfaces.reward.shuffle=true")
 
 
 def random_pairs(run: RunRecords) -> Cause | None:
@@ -360,13 +340,14 @@ def reward_noise(run: RunRecords) -> Cause | None:
     for sample in (sample for group in run.groups for sample in group):
         same[sample.get("step"), sample.get("id"), sample.get("response")].append(sample)
     repeated = [samples for samples in same.values() if len(samples) > 1]
-    torn = [samples for samples in repeated if len({sample["reward"] for sample in samples}) > 1]
+    torn = [samples for samples in repeated if distinct(samples, "reward")]
     if len(torn) < max(3, 0.25 * len(repeated)):
         return None
-    low, high = ((choose(torn[0], key=lambda sample: sample["reward"])) for choose in (min, max))
-    fact = f"{len(torn)} of {len(repeated)} repeated responses"
-    sure = LIKELY if run.learns else CERTAIN
-    return _cause("reward-noise", sure, fact, run.show(low), f"and {high['reward']:.4g} for the same text")
+    low, *_, high = sorted(torn[0], key=lambda sample: sample["reward"])
+    facts = (f"{len(torn)} of {len(repeated)} repeated responses", run.show(low))
+    return _cause(
+        "reward-noise", LIKELY if run.learns else CERTAIN, *facts, f"and {high['reward']:.4g} for the same text"
+    )
 
 
 def outliers(run: RunRecords) -> Cause | None:
@@ -382,36 +363,33 @@ def outliers(run: RunRecords) -> Cause | None:
 def wrong_answers(run: RunRecords) -> Cause | None:
     """Compare the first rewards of training with the first evaluation."""
     early = run.values("reward")[: max(3, len(run.steps) // 4)]
-    if not early or not run.evaluated or not run.held_out[0].endswith("reward") or run.trains():
+    if not early or not run.evaluated or not run.held_out[0].endswith("reward") or run.trains() or run.generalizes():
         return None
-    if min(run.values("zero_std_fraction"), default=0.0) == 1:
-        return None
-    training, held_out = fmean(early), run.evaluated[0]
-    if run.generalizes() or held_out < 2.5 * training or held_out - training < 0.05:
+    # the first step is that of the model which was evaluated
+    training, held_out = max(early[0], fmean(early)), run.evaluated[0]
+    if held_out < max(2.5 * training, training + 0.05) or min(run.values("zero_std_fraction"), default=0.0) == 1:
         return None
     return _cause("wrong-answers", LIKELY + 0.05, run.show(*run.samples), training=training, held_out=held_out)
 
 
 def reward_exploited(run: RunRecords) -> Cause | None:
     """Look for a reward that rises while held-out data do not improve, and at what rises with it."""
-    course, length = run.course("reward"), run.course("response_tokens")
-    if course is None or run.last < RECENT or not run.trains() or run.generalizes():
+    if run.last < RECENT or not run.trains() or run.generalizes() or not run.values("reward"):
         return None
+    facts = [f"reward {run.course('reward')}"]
+    facts += [f"{run.held_out[0]} {run.evaluated[0]:.4g} to {run.evaluated[-1]:.4g}"] if run.evaluated else []
+    parts = {name.split("/")[1]: c for name in run.names("rewards/.+/mean") if (c := run.course(name))}
+    rising = next((name for name, c in parts.items() if c.moved(1)), None)
+    other = next((name for name, c in parts.items() if not c.moved(1)), None)
+    if rising and other:
+        facts += [f"{name} {parts[name]}" for name in (rising, other)]
+        return _cause("reward-parts", CERTAIN, *facts, rising=rising, other=other)
     # three evaluations of a few rows can fall by chance, but not to a quarter
     fell = len(run.evaluated) > 3 and run.generalizes(-1)
     worse = fell or (len(run.evaluated) > 2 and run.evaluated[-1] <= 0.25 * run.evaluated[0])
-    facts = [f"reward {course}"]
-    facts += [f"{run.held_out[0]} {run.evaluated[0]:.4g} to {run.evaluated[-1]:.4g}"] if run.evaluated else []
-    parts = {name.split("/")[1]: c for name in run.names("rewards/.+/mean") if (c := run.course(name))}
-    rising = [name for name, c in parts.items() if c.moved(1)]
-    others = [name for name in parts if name not in rising]
-    if rising and others:
-        facts += [f"{name} {parts[name]}" for name in (rising[0], others[0])]
-        return _cause("reward-parts", CERTAIN, *facts, rising=rising[0], other=others[0])
-    changed = length is not None and not 0.67 < length.end / max(length.start, 1e-6) < 1.5
-    if not worse and not changed:
+    if not worse and not run.length_changed:
         return None
-    facts += [f"tokens of a response {length}"] if changed else []
+    facts += [f"tokens of a response {run.course('response_tokens')}"] if run.length_changed else []
     latest = sorted(run.samples, key=lambda sample: (sample.get("step") or 0, sample.get("reward") or 0.0))[-1:]
     which = "get worse" if worse else "do not improve"
     return _cause("reward-hacking", CERTAIN if worse else LIKELY, *facts, run.show(*latest), held_out=which)
@@ -420,16 +398,14 @@ def reward_exploited(run: RunRecords) -> Cause | None:
 # --- updates that are too small, too large, or held back ---
 
 
-def entropy_explodes(run: RunRecords) -> Cause | None:
-    """Look for sampling close to chance."""
-    course, temperature = run.course("entropy"), run.setting(f"{run.generation}.temperature", 1.0)
-    bonus = run.setting("interfaces.actor.entropy.coef", 0.0)
-    if course is None or run.learns:
+def entropy_rises(run: RunRecords) -> Cause | None:
+    """Look for sampling that gets close to chance."""
+    course, bonus = run.course("entropy"), run.setting("interfaces.actor.entropy.coef", 0.0)
+    if course is None or bonus <= 0 or run.learns or not course.moved(1, 0.2 * course.start):
         return None
-    facts = (f"entropy {course} nats per token", run.show(*run.samples[-1:]))
-    if bonus > 0 and course.moved(1, 0.2 * course.start):
-        return _cause("entropy-bonus", CERTAIN, *facts, bonus=bonus)
-    return _cause("high-temperature", PROVEN, *facts, temperature=temperature) if temperature >= 1.5 else None
+    return _cause(
+        "entropy-bonus", CERTAIN, f"entropy {course} nats per token", run.show(*run.samples[-1:]), bonus=bonus
+    )
 
 
 def kl_too_strong(run: RunRecords) -> Cause | None:
@@ -439,20 +415,18 @@ def kl_too_strong(run: RunRecords) -> Cause | None:
     if place in (None, "none") or not drift or coef < 0.5:
         return None
     # in the loss it competes with normalized advantages, of size 1
-    spread = max(run.rewards, default=1.0) - min(run.rewards, default=0.0)
-    worth = max(spread, 1e-3) if place == "reward" else 1.0
-    fact = f"KL of {fmean(drift[-RECENT:]):.3g} nats on average"
-    if run.learns and coef < 10 * worth:
+    worth = max(max(run.rewards, default=1.0) - min(run.rewards, default=0.0), 1e-3) if place == "reward" else 1.0
+    strong = coef >= 10 * worth
+    if run.learns and not strong:
         return None
-    sure = LIKELY if run.learns else CERTAIN if coef >= 10 * worth else POSSIBLE
-    return _cause("kl-too-strong", sure, fact, coef=coef, worth=worth)
+    sure = LIKELY if run.learns else CERTAIN if strong else POSSIBLE
+    return _cause("kl-too-strong", sure, f"KL of {fmean(drift[-RECENT:]):.3g} nats on average", coef=coef, worth=worth)
 
 
 def clipped(run: RunRecords) -> Cause | None:
     """Look at the share of clipped tokens."""
     low, high = (run.setting(f"interfaces.actor.objective.{side}", 0.2) for side in ("low", "high"))
-    share = run.recent("clip_fraction")
-    tight = min(low, high) < 0.01
+    share, tight = run.recent("clip_fraction"), min(low, high) < 0.01
     if run.learns or share < (0.03 if tight else 0.2):
         return None
     ratios = f"ratios from {run.recent('ratio_min'):.3g} to {run.recent('ratio_max'):.3g}"
@@ -464,16 +438,15 @@ def gradient_clipped(run: RunRecords) -> Cause | None:
     bound, norms = run.setting("models.actor.optimizer.grad_clip"), run.values("grad_norm")
     if not bound or not norms or run.learns or sum(norm > bound for norm in norms) < 0.9 * len(norms):
         return None
-    if (ratio := median(norms) / bound) < 20:
-        return None
+    ratio = median(norms) / bound
     fact = f"median norm {median(norms):.3g}, grad_clip={bound:g}"
-    return _cause("gradient-clip", CERTAIN if ratio > 1e4 else POSSIBLE, fact, ratio=ratio)
+    return _cause("gradient-clip", CERTAIN if ratio > 1e4 else POSSIBLE, fact, ratio=ratio) if ratio >= 20 else None
 
 
 def rate_too_low(run: RunRecords) -> Cause | None:
     """Bound how far the learning rate can have moved a weight."""
     rates = run.values("lr")
-    if not rates or run.learns or (run.trains() and not run.evaluated) or run.idle > 0.5:
+    if not rates or run.learns or (run.trains() and not run.evaluated) or run.idle() > 0.5:
         return None
     fact = f"the rate is {rates[-1]:.3g} in step {run.last}"
     warmup = run.setting("models.actor.optimizer.schedule.warmup", 0)
@@ -483,32 +456,30 @@ def rate_too_low(run: RunRecords) -> Cause | None:
         return _cause("learning-rate-ends", CERTAIN, fact)
     lora = "lora" in str(run.setting("models.actor.trains")).lower()
     small = run.movement / (20 if lora else 1)
-    if small > 3e-4:
-        return None
-    sure = CERTAIN if small < 3e-5 else POSSIBLE
     values = {"rate": max(rates), "movement": run.movement, "steps": run.last, "higher": 10 * _rate(run)}
-    return _cause("learning-rate-low", sure, fact, **values)
+    sure = CERTAIN if small < 3e-5 else POSSIBLE
+    return _cause("learning-rate-low", sure, fact, **values) if small <= 3e-4 else None
 
 
 def rate_too_high(run: RunRecords) -> Cause | None:
     """Look for updates after which the policy is another one."""
-    entropy, rates = run.values("entropy"), run.values("lr")
-    if run.learns or run.trains() or len(run.steps) < 3 or max(rates, default=1.0) <= 3e-6:
+    entropy, highest = run.values("entropy"), max(run.values("lr"), default=_rate(run))
+    if run.learns or run.trains() or len(run.steps) < 3 or highest <= 3e-6:
         return None
     facts: list[tuple[float, str]] = []
     if entropy and entropy[0] > 0.01 and not run.setting("interfaces.actor.entropy.coef"):
         early = entropy[: max(4, len(entropy) // 3)]
         jump = max(abs(b - a) for a, b in itertools.pairwise(early)) / entropy[0]
-        if jump > 0.5:
-            facts.append((LIKELY if jump < 1.5 else 0.85, f"the entropy jumps by {jump:.0%} within one step"))
-        if (low := min(entropy[:RECENT])) < 0.05 * entropy[0]:
-            facts.append((0.8, f"the entropy falls from {entropy[0]:.3g} to {low:.3g} nats within {RECENT} steps"))
-    if (kl := max(run.values("approx_kl"), default=0.0)) > 0.3:
-        facts.append((0.85, f"approx_kl reaches {kl:.3g} nats per token"))
+        low = min(entropy[:RECENT])
+        facts += [(LIKELY if jump < 1.5 else 0.85, f"the entropy jumps by {jump:.0%} within one step")] * (jump > 0.5)
+        fell = f"the entropy falls from {entropy[0]:.3g} to {low:.3g} nats within {RECENT} steps"
+        facts += [(0.8, fell)] * (low < 0.05 * entropy[0])
+    kl = max(run.values("approx_kl"), default=0.0)
+    facts += [(0.85, f"approx_kl reaches {kl:.3g} nats per token")] * (kl > 0.3)
     if not facts:
         return None
-    values = {"rate": max(rates, default=_rate(run)), "lower": _rate(run) / 10}
-    return _cause("learning-rate-high", max(facts)[0], *(text for _, text in facts), **values)
+    sure = max(facts)[0]
+    return _cause("learning-rate-high", sure, *(text for _, text in facts), rate=highest, lower=_rate(run) / 10)
 
 
 def critic_useless(run: RunRecords) -> Cause | None:
@@ -525,29 +496,41 @@ def critic_useless(run: RunRecords) -> Cause | None:
 
 def duplicates(run: RunRecords) -> Cause | None:
     """Count sampled prompts."""
-    prompts = Counter(str(group[0].get("prompt")) for group in run.groups)
-    text, count = next(iter(prompts.most_common(1)), ("", 0))
-    share = count / max(1, prompts.total())
-    if prompts.total() < 8 or share < 0.4:
-        return None
-    return _cause("duplicates", PROVEN, f"{count} of {prompts.total()}: {visible(shorten(text, 120))!r}", share=share)
+    text, share, total = most_common(str(group[0].get("prompt")) for group in run.groups)
+    fact = f"{share * total:.0f} of {total}: {visible(shorten(text, 120))!r}"
+    return _cause("duplicates", PROVEN, fact, share=share) if total >= 8 and share >= 0.4 else None
 
 
 def one_answer(run: RunRecords) -> Cause | None:
     """Count responses, held out and late in training."""
     facts = _collapsed(run)
     late = [group for group in run.groups if (group[0].get("step") or 0) > run.last * 2 / 3]
-    told = Counter(response_text(sample) for group in late for sample in group)
-    text, count = next(iter(told.most_common(1)), ("", 0))
+    text, share, _ = most_common(response_text(sample) for group in late for sample in group)
     prompts = len({str(group[0].get("prompt")) for group in late})
-    if prompts >= 3 and count > 0.7 * told.total():
-        share = count / told.total()
+    if prompts >= 3 and share > 0.7:
         facts.append(f"{share:.0%} of the late responses to {prompts} prompts are {visible(shorten(text, 80))!r}")
-    length = run.course("response_tokens")
     # else a reward that is exploited led to it
-    same_length = length is None or 0.67 < length.end / max(length.start, 1e-6) < 1.5
-    sure = POSSIBLE if run.learns else PROVEN if run.trains() and same_length else LIKELY
+    sure = POSSIBLE if run.learns else PROVEN if run.trains() and not run.length_changed else LIKELY
     return _cause("one-answer", sure, *facts) if facts else None
+
+
+def _collapsed(run: RunRecords) -> list[str]:
+    """Return which evaluations have mostly equal responses that earn no more than one answer to everything."""
+    facts = []
+    for name in run.names("eval/(.+/)?most_common_fraction"):
+        prefix = name.removesuffix("most_common_fraction")
+        last: Mapping[str, Any] = next((record for record in reversed(run.steps) if name in record), {name: 0.0})
+        reward, constant = last.get(f"{prefix}reward"), last.get(f"{prefix}constant_reward")
+        few = last.get(f"{prefix}distinct_fraction", 0) <= 1 / 8
+        cut = last.get(f"{prefix}truncated_fraction", 0) > 0.5  # beginnings are alike
+        better = reward is not None and constant is not None and reward > constant
+        # an untrained policy may well repeat itself
+        if last[name] >= (0.9 if constant is None else 0.5) and few and not cut and not better:
+            which = prefix.removeprefix("eval/").removesuffix("/")
+            of, share = f" of {which}" if which else "", f"{last[name]:.0%} of the held-out responses"
+            earned = f"; it earns {constant:.4g} on every prompt, and the policy {reward:.4g}" if constant else ""
+            facts.append(f"{share}{of} are the same one{earned}")
+    return facts
 
 
 def evaluation_differs(run: RunRecords) -> Cause | None:
@@ -559,7 +542,7 @@ def evaluation_differs(run: RunRecords) -> Cause | None:
     if cut and cut[-1] > 0.5 > run.cut:
         facts.append(f"{cut[-1]:.0%} of the held-out responses are cut off, and {run.cut:.0%} in training")
     for name, differs in (("max_new_tokens", float.__lt__), ("temperature", float.__gt__)):
-        ours, theirs = run.setting(f"{run.generation}.{name}"), run.setting(f"evaluation.generation.{name}")
+        ours, theirs = run.setting(f"{GENERATION}.{name}"), run.setting(f"evaluation.generation.{name}")
         ignored = name == "temperature" and run.setting("evaluation.generation.greedy")
         if None not in (ours, theirs) and not ignored and differs(float(theirs), float(ours)):
             facts.append(f"evaluation.generation.{name}={theirs:g}, and {ours:g} in training")
@@ -574,33 +557,26 @@ def evaluation_differs(run: RunRecords) -> Cause | None:
 
 def frozen_weights(run: RunRecords) -> Cause | None:
     """Look for steps that change nothing although there is something to learn from."""
-    if run.idle < 0.9 or len(run.steps) < RECENT:
+    compares, largest = bool(run.values("zero_std_fraction")), run.recent("advantage_max")
+    if run.idle() < 0.9 or len(run.steps) < RECENT:
         return None
-    if not run.values("zero_std_fraction"):
-        return _cause(
-            "frozen-weights", CERTAIN, f"loss {run.recent('loss'):.4g}", why="the loss has nothing to compare"
-        )
-    largest = run.recent("advantage_max")
-    if run.recent("zero_std_fraction") > 0.5 or largest < 1e-6:
+    if compares and (run.recent("zero_std_fraction") > 0.5 or largest < 1e-6):
         return None
     fact = f"the largest advantage is {largest:.3g} on average, and the gradient 0"
-    return _cause("frozen-weights", CERTAIN, fact, why="rewards differ within the groups")
+    why = "rewards differ within the groups" if compares else "the loss has nothing to compare"
+    return _cause("frozen-weights", CERTAIN, fact if compares else f"loss {run.recent('loss'):.4g}", why=why)
 
 
 def no_gradient(run: RunRecords) -> Cause | None:
     """Count recent steps without a gradient, for any reason."""
-    for name in run.names("(.+/)?zero_gradient_steps"):
-        role = name.removesuffix("zero_gradient_steps")
-        recent = [record for record in run.steps[-RECENT:] if name in record]
-        # a step of several mini-batches counts only if none of them changed the weights
-        idle = sum(1 for record in recent if record[name] and not record.get(f"{role}optimizer_steps"))
-        if len(recent) < RECENT or 2 * idle < RECENT or run.learns:
-            continue
-        equal = run.values("zero_std_fraction")
-        fact = f"{run.recent('zero_std_fraction'):.0%} of the groups have equal rewards" if equal else ""
-        of_role = f" ({role[:-1]})" if role else ""
-        return _cause("no-gradient", LIKELY - 0.05, fact, idle=idle, recent=RECENT, role=of_role)
-    return None
+    roles = [name.removesuffix("zero_gradient_steps") for name in run.names("(.+/)?zero_gradient_steps")]
+    idle = {role: share for role in roles if len(run.steps) >= RECENT and (share := run.idle(role)) >= 0.5}
+    if not idle or run.learns:
+        return None
+    role, share = next(iter(idle.items()))
+    equal = f"{run.recent('zero_std_fraction'):.0%} of the groups have equal rewards"
+    values = {"idle": f"{share * RECENT:.0f}", "recent": RECENT, "role": f" ({role[:-1]})" if role else ""}
+    return _cause("no-gradient", LIKELY - 0.05, equal if run.values("zero_std_fraction") else "", **values)
 
 
 def seeds_disagree(runs: Mapping[str, RunRecords]) -> Cause | None:
@@ -618,13 +594,11 @@ def seeds_disagree(runs: Mapping[str, RunRecords]) -> Cause | None:
 SYMPTOMS: tuple[Symptom, ...] = (
     not_finite,
     sampler_differs,
-    template_twice,
-    template_missing,
+    template,
     prompts_cut,
-    shuffled,
-    advantages_cancel,
-    rewards_missing,
-    not_parsed,
+    numbers,
+    advantages,
+    never_right,
     truncated,
     one_answer,
     equal_responses,
@@ -635,7 +609,7 @@ SYMPTOMS: tuple[Symptom, ...] = (
     outliers,
     evaluation_differs,
     reward_exploited,
-    entropy_explodes,
+    entropy_rises,
     kl_too_strong,
     clipped,
     gradient_clipped,
@@ -644,31 +618,11 @@ SYMPTOMS: tuple[Symptom, ...] = (
     rate_too_high,
     wrong_answers,
     random_pairs,
-    too_hard,
     frozen_weights,
     no_gradient,
+    dead_part,
 )
 """All symptoms. Of equally sure causes, the earlier explains the later."""
-
-
-def _collapsed(run: RunRecords) -> list[str]:
-    """Return which evaluations have mostly equal responses that earn no more than one answer to everything."""
-    facts = []
-    for name in run.names("eval/(.+/)?most_common_fraction"):
-        prefix = name.removesuffix("most_common_fraction")
-        # an untrained policy may well repeat itself
-        record = next((record for record in reversed(run.steps) if name in record), {name: 0.0})
-        reward, constant = record.get(f"{prefix}reward"), record.get(f"{prefix}constant_reward")
-        few = (
-            record[name] >= (0.9 if constant is None else 0.5) and record.get(f"{prefix}distinct_fraction", 0) <= 1 / 8
-        )
-        cut = record.get(f"{prefix}truncated_fraction", 0.0) > 0.5  # beginnings are alike
-        if not few or cut or (constant is not None and reward is not None and reward > constant):
-            continue
-        which = prefix.removeprefix("eval/").removesuffix("/")
-        earned = "" if constant is None else f"; it earns {constant:.4g} on every prompt, and the policy {reward:.4g}"
-        facts.append(f"{record[name]:.0%} of the held-out responses{which and f' of {which}'} are the same one{earned}")
-    return facts
 
 
 def _rate(run: RunRecords) -> float:

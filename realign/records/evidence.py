@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,6 +16,8 @@ from realign.text import shorten, visible
 
 RECENT = 10
 """Steps at the end of a run that count as recent. Fewer are not judged."""
+GENERATION = "interfaces.actor.generation"
+"""Settings of the sampler in training."""
 POINTS = 400
 """Number of steps that are looked at; of longer runs, an even selection and the recent ones."""
 
@@ -72,7 +74,6 @@ class RunRecords:
         self.steps = [record for record in self.history if isinstance(step := record.get("step"), int) and step > 0]
         self.last = int(self.steps[-1]["step"]) if self.steps else 0
         """The last step."""
-        self.generation = "interfaces.actor.generation"
         actor = self.setting("interfaces.actor")
         # their responses and rewards are rows of the data, and say nothing about the policy
         self.offline = isinstance(actor, Mapping) and "generation" not in actor
@@ -139,11 +140,17 @@ class RunRecords:
         return self.generalizes() if len(self.evaluated) > 1 else self.trains()
 
     @cached_property
-    def idle(self) -> float:
-        """Share of recent steps that changed no weight, for want of a gradient."""
-        steps = [record for record in self.steps[-RECENT:] if "zero_gradient_steps" in record]
-        idle = [float(bool(record["zero_gradient_steps"]) and not record.get("optimizer_steps")) for record in steps]
-        return fmean(idle) if idle else 0.0
+    def length_changed(self) -> bool:
+        """Whether the length of responses changed by half."""
+        course = self.course("response_tokens")
+        return course is not None and not 0.67 < course.end / max(course.start, 1e-6) < 1.5
+
+    def idle(self, role: str = "") -> float:
+        """Return the share of recent steps that changed no weight of a role (`critic/`), for want of a gradient."""
+        recent = [record for record in self.steps[-RECENT:] if f"{role}zero_gradient_steps" in record]
+        # a step of several mini-batches counts only if none of them changed the weights
+        idle = [r for r in recent if r[f"{role}zero_gradient_steps"] and not r.get(f"{role}optimizer_steps")]
+        return len(idle) / max(1, len(recent))
 
     @cached_property
     def movement(self) -> float:
@@ -160,6 +167,14 @@ class RunRecords:
     def cut(self) -> float:
         """Share of recent responses at the length limit."""
         return self.recent("truncated_fraction")
+
+    @cached_property
+    def endless(self) -> list[Mapping[str, Any]]:
+        """Sampled responses that repeat themselves if most do, or all if one goes on after an end token."""
+        repeating = [sample for sample in self.samples if _repeats(sample)]
+        ends = (text for record in self.tokens for text in _token_texts(record, given=False)[:-2])
+        goes_on = any(re.fullmatch(r"<\|?(end\w*|eot_id|im_end|eos|/s)\|?>", text.strip()) for text in ends)
+        return repeating if len(repeating) > len(self.samples) / 2 else [*self.samples] if goes_on else []
 
     @cached_property
     def groups(self) -> list[list[Mapping[str, Any]]]:
@@ -193,10 +208,15 @@ class RunRecords:
         by_chance = sum(_has_answer({**sample, "answer": answer}) for sample, answer in other)
         return found if len(found) * max(1, len(other)) > 2 * by_chance * len(self.samples) else []
 
+    @property
+    def succeeds(self) -> bool:
+        """Whether most sampled responses are right."""
+        return len(self.right) > 0.7 * len(self.samples)
+
     @cached_property
     def prompts(self) -> list[str]:
         """Sampled prompts, with special tokens where they were recorded."""
-        recorded = ["".join(token_texts(record, given=True)) for record in self.tokens]
+        recorded = ["".join(_token_texts(record, given=True)) for record in self.tokens]
         return recorded or list(dict.fromkeys(str(sample.get("prompt")) for sample in self.samples))
 
     def show(self, *samples: Mapping[str, Any]) -> str:
@@ -227,7 +247,19 @@ def response_text(sample: Mapping[str, Any]) -> str:
     return " ".join(str(sample.get("response")).split())
 
 
-def token_texts(record: Mapping[str, Any], *, given: bool) -> list[str]:
+def distinct(samples: Iterable[Mapping[str, Any]], key: str = "") -> bool:
+    """Return whether samples differ in a value, or without a key in their responses."""
+    return len({sample[key] if key else response_text(sample) for sample in samples}) > 1
+
+
+def most_common(texts: Iterable[str]) -> tuple[str, float, int]:
+    """Return the most common text, its share, and the number of texts."""
+    counts = Counter(texts)
+    text, count = next(iter(counts.most_common(1)), ("", 0))
+    return text, count / max(1, counts.total()), counts.total()
+
+
+def _token_texts(record: Mapping[str, Any], *, given: bool) -> list[str]:
     """Return the texts of the prompt's tokens, or of the others."""
     pairs = zip(record.get("text") or (), record.get("given") or (), strict=False)
     return [text for text, of_prompt in pairs if bool(of_prompt) is given]
@@ -239,17 +271,11 @@ def _has_answer(sample: Mapping[str, Any]) -> bool:
     return bool(answer) and re.search(rf"(?<![\w.]){answer}(?!\w)", str(sample.get("response"))) is not None
 
 
-def repeats(sample: Mapping[str, Any]) -> bool:
+def _repeats(sample: Mapping[str, Any]) -> bool:
     """Return whether the second half of a response repeats a few words."""
     words = str(sample.get("response")).split()
     tail = words[len(words) // 2 :]
     return len(tail) >= 4 and len(set(tail)) <= max(2, len(tail) / 3)
 
 
-def goes_on(record: Mapping[str, Any]) -> bool:
-    """Return whether a recorded response goes on after an end token."""
-    pattern = r"<\|?(end\w*|eot_id|im_end|eos|/s)\|?>"
-    return any(re.fullmatch(pattern, text.strip()) for text in token_texts(record, given=False)[:-2])
-
-
-__all__ = ["RECENT", "Course", "RunRecords", "goes_on", "repeats", "response_text", "token_texts"]
+__all__ = ["GENERATION", "RECENT", "Course", "RunRecords", "distinct", "most_common", "response_text"]

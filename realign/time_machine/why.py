@@ -14,7 +14,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from enum import Enum
 from pathlib import Path
 from statistics import fmean, median, stdev
@@ -33,8 +33,8 @@ from realign.records.diagnosis import (
     records_of,
     seeds_disagree,
 )
+from realign.records.evidence import GENERATION
 from realign.records.record_files import METRICS, json_lines, json_object, yaml_object
-from realign.report.compare import seed_groups
 from realign.report.files import check_run, flat_config
 from realign.settings import Count, NonNegativeInt
 from realign.text import shorten, visible
@@ -101,6 +101,8 @@ def _compare_seeds(folders: Sequence[str], further: Sequence[Symptom]) -> int:
     Raises:
         ConfigError: they differ in another setting.
     """
+    from realign.report.compare import seed_groups  # imports torch
+
     if len(seed_groups([flat_config(Path(folder) / "config.yaml") for folder in folders])) > 1:
         raise ConfigError("realign why compares runs that differ only in their seeds. See realign compare for others.")
     runs = {folder: records_of(Path(folder)) for folder in folders}
@@ -121,37 +123,28 @@ def candidates(run: RunRecords, actor: Any, optimizer: Any) -> dict[str, list[st
         actor: its algorithm. Each of its components that isn't the default is tested alone.
         optimizer: settings of its optimizer; None if it has none.
     """
-    of_actor, of_optimizer, generation = "interfaces.actor", "models.actor.optimizer", run.generation
+    of_actor, of_optimizer = "interfaces.actor", "models.actor.optimizer"
     rate = run.setting(f"{of_optimizer}.lr") or max(run.values("lr"), default=0.0)
-    n, limit, temperature = (run.setting(f"{generation}.{key}", 0) for key in ("n", "max_new_tokens", "temperature"))
+    n, limit, temperature = (run.setting(f"{GENERATION}.{key}", 0) for key in ("n", "max_new_tokens", "temperature"))
     gaps = (max(run.values(f"{name}_logprob_diff_max"), default=0.0) for name in ("first", "behavior"))
     found = {
         "learning rate x 10": f"{of_optimizer}.lr={10 * rate:.4g}" if rate else "",
         "learning rate / 10": f"{of_optimizer}.lr={rate / 10:.4g}" if rate else "",
-        "usual learning rate": f"{of_optimizer}.lr=null" if run.setting(f"{of_optimizer}.lr") else "",
-        "no warm-up": f"{of_optimizer}.schedule.warmup=0" if run.setting(f"{of_optimizer}.schedule.warmup") else "",
         "no KL": f"{of_actor}.kl.place=none" if run.setting(f"{of_actor}.kl.place", "none") != "none" else "",
-        RESPONSES: f"{generation}.n={4 * n}" if n else "",
-        "2 x answer length": f"{generation}.max_new_tokens={2 * limit}" if run.cut > 0.05 else "",
-        "temperature 1": f"{generation}.temperature=1" if temperature not in (0, 1) else "",
+        RESPONSES: f"{GENERATION}.n={4 * n}" if n else "",
+        "2 x answer length": f"{GENERATION}.max_new_tokens={2 * limit}" if run.cut > 0.05 else "",
+        "temperature 1": f"{GENERATION}.temperature=1" if temperature not in (0, 1) else "",
         "chat template": "data.template=chat" if run.setting("data.template") == "plain" else "",
         "corrected sampler": f"{of_actor}.correction=importance_correction" if max(gaps) > 0.01 else "",
         CONTROL: "interfaces.reward.shuffle=true" if run.setting("interfaces.reward.shuffle") is False else "",
     }
     changes = {name: [word] for name, word in found.items() if word}
-    own = {f"{of_actor}.{f.name}": (getattr(actor, f.name), _default(f)) for f in fields(actor)}
-    own |= (
-        {f"{of_optimizer}.{f.name}": (getattr(optimizer, f.name), _default(f)) for f in fields(optimizer)}
-        if optimizer
-        else {}
-    )
-    for tested in (generation, f"{of_actor}.kl", f"{of_optimizer}.lr", f"{of_optimizer}.schedule"):
-        own.pop(tested, None)
-    return changes | {f"default {key.rpartition('.')[2]}": resets(key, *pair) for key, pair in own.items()}
-
-
-def _default(field: Field[Any]) -> Any:
-    return field.default_factory() if field.default_factory is not MISSING else field.default
+    for role, part in ((of_actor, actor), (of_optimizer, optimizer)):
+        for f in fields(part) if part else ():
+            default = f.default_factory() if f.default_factory is not MISSING else f.default
+            if (key := f"{role}.{f.name}") not in (GENERATION, f"{of_actor}.kl"):
+                changes[f"default {f.name}"] = resets(key, getattr(part, f.name), default)
+    return changes
 
 
 def resets(key: str, value: Any, default: Any) -> list[str]:

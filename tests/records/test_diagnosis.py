@@ -81,6 +81,12 @@ CASES = {
     ),
     "shuffled": RunRecords(history(), config(interfaces__reward__shuffle=True)),
     "advantages-cancel": RunRecords(history(advantage_max=0.0, advantage_min=0.0), CONFIG),
+    "no-baseline": RunRecords(
+        history(advantage_max=1.0, advantage_min=0.0), CONFIG, samples("a", "b", reward=[0.0, 1.0])
+    ),
+    "untrained": RunRecords(history(trained_fraction=0.1), CONFIG),
+    "vetoed": RunRecords(history(vetoed_steps=1.0), CONFIG),
+    "stale": RunRecords(history(**{"rollout/version_lag": 9.0}), CONFIG),
     "missing-rewards": RunRecords(history(missing_rewards=0.8), CONFIG),
     "not-parsed": RunRecords(
         history(0.0, 0.0, **QUIET), CONFIG, samples("so {} is 7.", "no", answer="7") + samples("x", answer="{}9")
@@ -96,6 +102,7 @@ CASES = {
     "random-pairs": RunRecords(
         history(**{"rewards/accuracy": 0.5, "logprobs/chosen": -3.0, "logprobs/rejected": -2.0, "reward": 0.5}), CONFIG
     ),
+    "reward-part-dead": RunRecords(history(**{"rewards/form/mean": 0.0, "rewards/right/mean": 0.2}), CONFIG),
     "duplicates": RunRecords(history(), CONFIG, samples("a", "b", reward=[0.0, 1.0], prompt="1+1=")),
     "reward-noise": RunRecords(history(), CONFIG, samples("a", "a", "b", reward=[0.0, 1.0, 0.5])),
     "reward-outliers": RunRecords(history(), CONFIG, [*samples("a", "b", reward=0.5), *samples("c", reward=900.0)[:1]]),
@@ -151,6 +158,8 @@ def test_a_run_that_learns_is_accused_of_nothing():
     assert "eval/reward 0.2 to 0.9 in 20 steps" in learned.sentence
     without_evaluation = diagnose(RunRecords(history(0.2, 0.9), CONFIG, told))
     assert without_evaluation.causes == ()
+    negative = {"rewards/right/mean": (0.2, 0.9), "advantage_min": -1.0, "advantage_max": 1.0}
+    assert diagnose(RunRecords(history(0.2, 0.9, **negative), CONFIG, told)).causes == ()
     idle_at_the_end = [r | (QUIET if r["step"] > 12 else {}) for r in history(0.2, 1.0, (0.2, 0.5, 0.9, 1.0, 1.0))]
     assert diagnose(RunRecords(idle_at_the_end, CONFIG, told)).causes == ()
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -26,6 +28,14 @@ def slow(task, train):
     """Return the folder with a run of four steps in runs/slow, whose learning rate is far too low."""
     train("slow", "experiment=grpo_arithmetic", "steps=4", f"{RATE}=1e-9", "models.actor.optimizer.schedule.warmup=0")
     return task
+
+
+def test_records_are_judged_without_torch(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "nonfinite_steps": 1.0}\n')
+    code = f"import sys\nfrom realign.cli import main\nprint(main(['why', {str(tmp_path)!r}]), 'torch' in sys.modules)"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert said.startswith("The loss or the gradient is not finite, for the first time in step 1.")
+    assert said.endswith("0 False\n")
 
 
 def test_a_planted_learning_rate_is_found_by_forks_that_are_made_once(slow, monkeypatch, capsys):

@@ -13,8 +13,8 @@
         const key = [from, r.evaluation, r.step, r.id, r.episode].join("\n");
         groups.set(key, [...(groups.get(key) || []), r.reward].filter(report.isNumber));
         const advantage = from === "training" ? report.advantageOf(run, r, r) : null;
-        rows.push({ key, values: { from: r.evaluation ? from + ": " + r.evaluation : from, step: r.step, id: r.id, prompt: r.prompt, answer: r.answer, response: r.response,
-          reward: r.reward, "vs. group": null, ...r.rewards, advantage, tokens: r.tokens, characters: r.response.length } });
+        rows.push({ key, values: { step: r.step, reward: r.reward, prompt: r.prompt, response: r.response, answer: r.answer, "vs. group": null, ...r.rewards,
+          advantage, tokens: r.tokens, characters: r.response.length, from: r.evaluation ? from + ": " + r.evaluation : from, id: r.id } });
       }
     }
     for (const { key, values } of rows) {
@@ -89,11 +89,11 @@
       report.resetCharts();
       const found = sorted(rows.filter(matching(state.filter)).filter((row) => state.prompt === null || row.prompt === state.prompt));
       const shown = found.slice(0, state.shown);
-      const head = columns.map((name) => el("span", { class: "sortable" }, el("button", { type: "button", "aria-label": "sort by " + name, "aria-pressed": String(state.by === name), onclick: () => {
+      const head = columns.map((name) => el("span", { class: shown.some((row) => report.isNumber(row[name])) ? "sortable number" : "sortable" }, el("button", { type: "button", "aria-label": "sort by " + name, "aria-pressed": String(state.by === name), onclick: () => {
         state.down = state.by === name ? !state.down : true; state.by = name; draw(); } }, name, state.by === name ? (state.down ? " ▾" : " ▴") : "")));
       const lines = shown.map((row) => el("tr", {}, columns.map((name) => ["prompt", "response", "answer"].includes(name)
         ? el("td", { class: "wrapped" }, text(name, row))
-        : el("td", { class: report.isNumber(row[name]) ? "number" : "nowrap" }, report.isNumber(row[name]) ? report.number(row[name]) : report.visible(row[name] ?? "–")))));
+        : el("td", { class: typeof row[name] === "string" ? "nowrap" : "number" }, report.isNumber(row[name]) ? report.number(row[name]) : report.visible(row[name] ?? "–")))));
       report.put(body,
         state.prompt !== null && el("div", { class: "one" }, el("p", {}, el("button", { type: "button", onclick: () => { state.prompt = null; draw(); } }, "← All prompts"), " ",
           el("span", { class: "muted" }, "History of one prompt: its responses in all recorded steps.")), history(found)),
