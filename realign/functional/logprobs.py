@@ -174,7 +174,7 @@ class LMHead:
             return logits_NV if self.softcap is None else self.softcap * torch.tanh(logits_NV / self.softcap)
 
     def _product(self, hidden_NH: Tensor, project: Projection) -> Tensor:
-        return at_least_fp32(F.linear(hidden_NH, project.matrix(self.weight_VH)))
+        return project.product(hidden_NH, project.matrix(self.weight_VH))
 
 
 class Projection(NamedTuple):
@@ -196,12 +196,18 @@ class Projection(NamedTuple):
         return cls(head.scale, head.softcap, temperature, dtype, rounded)
 
     def matrix(self, weight_VH: Tensor) -> Tensor:
-        """Return the weight with which products are computed."""
-        return weight_VH.to(self.dtype) if self.rounded is None else self.rounded.wide
+        """Return the weight for `product`."""
+        return weight_VH.to(self.dtype) if self.rounded is None else weight_VH
+
+    def product(self, hidden_CH: Tensor, weight_VH: Tensor) -> Tensor:
+        """Return the product [C, V] with the weight, in fp32 or fp64."""
+        if self.rounded is not None:
+            return self.rounded.product(hidden_CH)
+        return at_least_fp32(F.linear(hidden_CH.to(self.dtype), weight_VH))
 
     def logits(self, hidden_CH: Tensor, weight_VH: Tensor, bias_V: Tensor | None) -> Tensor:
         """Compute logits / temperature of a chunk, in new memory that the caller may overwrite."""
-        logits_CV = at_least_fp32(F.linear(hidden_CH.to(self.dtype), weight_VH))
+        logits_CV = self.product(hidden_CH, weight_VH)
         if bias_V is not None:
             logits_CV.add_(bias_V)
         if self.softcap is not None:
@@ -275,7 +281,7 @@ class HeadGradients:
         needed: tuple[bool, ...],
         rounded: RoundedWeight | None,
     ) -> None:
-        self._low_VH = None if rounded is None else rounded.low
+        self._rounded = rounded
         wide = wide_dtype(hidden_NH, weight_VH)
         # Each row of the hidden states belongs to one chunk, so it is written once. Weight and bias sum over chunks, in
         # fp32: a bf16 sum would drop the small contributions of later chunks.
@@ -292,10 +298,12 @@ class HeadGradients:
         if self.bias_V is not None:
             self.bias_V += grad_CV.sum(0)
         count = len(grad_CV)
-        if self._low_VH is None:
-            grad_CV = grad_CV.to(weight_VH.dtype)
+        if self._rounded is not None:
+            weight_VH = self._rounded.backward_MK
+        if self._rounded is not None and weight_VH.dtype == torch.bfloat16:
+            grad_CV, hidden_CH = round_rows(grad_CV), round_rows(hidden_CH)
         else:
-            grad_CV, hidden_CH, weight_VH = round_rows(grad_CV), round_rows(hidden_CH), self._low_VH
+            grad_CV = grad_CV.to(weight_VH.dtype)
         if self.hidden_NH is not None:
             self.hidden_NH[rows] = (grad_CV @ weight_VH)[:count].to(self.hidden_NH.dtype)
         # addmm_ adds in place, without a temporary [V, H], but needs equal dtypes.

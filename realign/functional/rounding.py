@@ -3,6 +3,7 @@
 A rollout and a training pass compute with the same rounded weights, and sum in different orders, as in fp32: their
 log-probs differ as little. If activations were rounded too, as by autocast, then orders of summation would round some
 of them differently, and after a few layers all of them: log-probs of SmolLM2-135M differ by 0.035 nats on average.
+Products of the forward pass are in fp32, or nearly so if a caller provides them (`RoundedWeights.multiply_by`).
 
 Weights are rounded once for all passes and threads of an optimizer step. A CPU compiles a product in bf16 for each
 number of rows, which costs as much as the product, so rows are filled up with zeros to few sizes.
@@ -15,8 +16,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
-from typing import Any
+from functools import cache, partial
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +30,9 @@ __all__ = ["RoundedWeights", "active_rounding", "multiplies_bf16", "no_rounding"
 
 _SIZES = 8
 """Numbers of rows that a product can have between a power of two and the next. With 8, 4% of the rows are zeros."""
+
+MultiplyBy: TypeAlias = Callable[[Tensor], Callable[[Tensor], Tensor]]
+"""Returns, for a weight [M, K] in bf16, what computes products [N, M] in fp32 of rows [N, K] with it."""
 
 _INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16")
 """Names in `torch.cpu.get_capabilities` of instructions that multiply bf16 faster than fp32."""
@@ -58,13 +62,16 @@ def round_rows(x_NK: Tensor) -> Tensor:
 class RoundedWeight:
     """The values of a weight in bf16."""
 
-    def __init__(self, weight: Tensor) -> None:
-        self.weight = weight.detach()
-        low = self.weight.to(torch.bfloat16)
-        self.wide = low.float()
-        """The values, stored in fp32."""
-        self.low = low if multiplies_bf16() else None
-        """The values, stored in bf16; None if this CPU does not multiply them."""
+    def __init__(self, weight_MK: Tensor, multiply_by: MultiplyBy | None) -> None:
+        low_MK = weight_MK.detach().to(torch.bfloat16)
+        self.backward_MK = low_MK if multiplies_bf16() else low_MK.float()
+        """The values, in the dtype in which the backward pass multiplies."""
+        self.product = _multiply_by(self.backward_MK.float()) if multiply_by is None else multiply_by(low_MK)
+        """Returns the product [N, M] in fp32 of rows with the weight."""
+
+
+def _multiply_by(weight_MK: Tensor) -> Callable[[Tensor], Tensor]:
+    return partial(F.linear, weight=weight_MK)
 
 
 class RoundedWeights:
@@ -77,7 +84,9 @@ class RoundedWeights:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         # An entry keeps its weight, so that the memory of the weight holds no other tensor while the entry exists.
-        self._known: dict[tuple[int, torch.Size], RoundedWeight] = {}
+        self._known: dict[tuple[int, torch.Size], tuple[Tensor, RoundedWeight]] = {}
+        self.multiply_by: MultiplyBy | None = None
+        """What multiplies in the forward pass; None multiplies in torch, in fp32."""
         self.count = 0
         """Number of weights that were rounded, each time counted."""
 
@@ -90,11 +99,10 @@ class RoundedWeights:
         """Return a weight's current values, rounded."""
         key = weight.data_ptr(), weight.shape
         with self._lock:
-            known = self._known.get(key)
-            if known is None:
-                known = self._known[key] = RoundedWeight(weight)
+            if key not in self._known:
+                self._known[key] = weight, RoundedWeight(weight, self.multiply_by)
                 self.count += 1
-            return known
+            return self._known[key][1]
 
 
 class _Active(threading.local):
@@ -154,19 +162,19 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x_NK: Tensor, weight_MK: Tensor, bias_M: Tensor | None, rounded: RoundedWeight) -> Tensor:
         ctx.save_for_backward(x_NK)
         ctx.rounded = rounded
-        return F.linear(x_NK, rounded.wide, bias_M)
+        y_NM = rounded.product(x_NK)
+        return y_NM if bias_M is None else y_NM.add_(bias_M)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_NM: Tensor) -> tuple[Tensor | None, ...]:
         (x_NK,) = ctx.saved_tensors
-        low_MK, rows = ctx.rounded.low, len(grad_NM)
+        weight_MK, rows = ctx.rounded.backward_MK, len(grad_NM)
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
         bias_grad = grad_NM.sum(0) if needs_bias else None
-        if low_MK is None:
-            grad, x, weight = grad_NM, x_NK, ctx.rounded.wide
-        else:
-            grad, x, weight = round_rows(grad_NM), round_rows(x_NK) if needs_weight else x_NK, low_MK
-        x_grad = (grad @ weight)[:rows].float() if needs_x else None
+        grad, x = grad_NM, x_NK
+        if weight_MK.dtype == torch.bfloat16:
+            grad, x = round_rows(grad_NM), round_rows(x_NK) if needs_weight else x_NK
+        x_grad = (grad @ weight_MK)[:rows].float() if needs_x else None
         weight_grad = (grad.t() @ x).float() if needs_weight else None
         return x_grad, weight_grad, bias_grad, None

@@ -98,3 +98,21 @@ def test_a_head_rounds_its_weight_and_keeps_its_logits_in_fp32(instructions):
     (want.gather(1, targets[:, None]).sum() - (want.exp() * want).sum()).backward()
     for got, expected in ((hidden.grad, hidden2.grad), (weight.grad, weight2.grad)):
         assert (got - expected).norm() / expected.norm() < (0.01 if instructions else 1e-5)
+
+
+def test_forward_products_of_layers_and_head_can_be_made_by_others():
+    def thrice(weight_MK):
+        assert weight_MK.dtype == torch.bfloat16
+        return lambda x_NK: 3 * F.linear(x_NK, weight_MK.float())
+
+    weights, plain = RoundedWeights(), RoundedWeights()
+    weights.multiply_by = thrice
+    layer, x = nn.Linear(24, 40, bias=False), torch.randn(5, 24)
+    head, hidden, tokens = LMHead(torch.randn(50, 24)), torch.randn(5, 24), torch.arange(5)
+    with rounding(plain):
+        want, logits = 3 * layer(x), 3 * head.logits(hidden)
+    with rounding(weights):
+        torch.testing.assert_close(layer(x), want)
+        torch.testing.assert_close(head.logits(hidden), logits)
+        logprobs, _ = token_logprobs(hidden, head, tokens)
+    torch.testing.assert_close(logprobs, logits.log_softmax(-1)[tokens, tokens])

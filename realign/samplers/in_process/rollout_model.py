@@ -120,7 +120,7 @@ class RolloutModel:
         if rounded is None:
             head = replace(head, weight_VH=for_few_rows(head.weight_VH.detach()))
         elif isinstance(trunk, CompiledTrunk) and type(head) is LMHead:
-            head = CompiledHead.of(head, trunk)
+            head = CompiledHead.of(head, trunk.library)
         paged = self.routers is None and isinstance(trunk, FusedTrunk) and trunk.runs_paged
         replays = isinstance(trunk, FusedTrunk) and self.fusion.path.now is DecodePath.graphs
         graphs = DecodeGraphs(trunk, Capture(device)) if replays else None

@@ -1,13 +1,26 @@
-// One decode step of a Llama-style trunk in fp32 on one CPU core: the counterpart of `fused_layers.FusedTrunk`.
+// One decode step of a Llama-style trunk in fp32 on a CPU: the counterpart of `fused_layers.FusedTrunk`.
 // Weights may be stored in bf16, of which half as many bytes are read. Their values are exact in fp32.
 //
 // `library.py` compiles this file, and `trunk.py` calls `realign_decode` with raw pointers, so it
 // needs no headers of torch. A row's result depends only on this row: every sum has a fixed order, which is the same
-// for any number of rows. Rows can therefore be divided among threads without changing a bit.
+// for any number of rows and threads. Threads divide the columns of a product, so that each reads a part of the weights.
 
+#include <algorithm>
+#include <atomic>
 #include <cmath>
+#include <condition_variable>
 #include <cstdint>
 #include <cstring>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#if defined(__AMX_BF16__) && defined(__linux__)
+#include <immintrin.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#define HAS_TILES
+#endif
 
 namespace {
 
@@ -171,28 +184,177 @@ void add_product(int64_t rows, const float* a, int64_t lda, const T* w, int64_t 
     }
 }
 
-// The same for a weight that is stored in bf16 if `half` is not 0, else in fp32.
-void add_product(bool half, int64_t rows, const float* a, int64_t lda, const void* w, int64_t ldw, int64_t inputs,
-                 int64_t columns, float* c, int64_t ldc) {
-    if (half)
-        add_product(rows, a, lda, static_cast<const Half*>(w), ldw, inputs, columns, c, ldc);
-    else
-        add_product(rows, a, lda, static_cast<const float*>(w), ldw, inputs, columns, c, ldc);
-}
+// A range of rows or columns.
+struct Range {
+    int64_t first, end;
+};
 
-void start_with(int64_t rows, const float* bias, int64_t columns, float* c) {
-    for (int64_t r = 0; r < rows; r++) {
-        if (bias)
-            std::memcpy(c + r * columns, bias, columns * sizeof(float));
-        else
-            std::memset(c + r * columns, 0, columns * sizeof(float));
+// Threads that compute one step together.
+class Team {
+  public:
+    explicit Team(int64_t size) : size_(size) {}
+
+    // Waits until all threads are here. They spin first, since a thread that sleeps takes longer to wake than a product
+    // takes, and sleep then, since a busy machine may not run all of them at a time.
+    void meet() {
+        if (size_ == 1) return;
+        const int64_t now = meetings_.load();
+        if (arrived_.fetch_add(1) + 1 == size_) {
+            arrived_ = 0;
+            std::lock_guard<std::mutex> lock(mutex_);
+            meetings_ = now + 1;
+            all_here_.notify_all();
+            return;
+        }
+        for (int i = 0; i < SPINS; i++)
+            if (meetings_.load() != now) return;
+        std::unique_lock<std::mutex> lock(mutex_);
+        all_here_.wait(lock, [&] { return meetings_.load() != now; });
     }
+
+    // The part of `count` items of thread `index`, in blocks of `block`.
+    Range part(int64_t index, int64_t count, int64_t block = 1) const {
+        const int64_t blocks = (count + block - 1) / block;
+        return {blocks * index / size_ * block, std::min(count, blocks * (index + 1) / size_ * block)};
+    }
+
+    // Calls `work` with the index of each thread.
+    template <typename Work>
+    static void run(int64_t size, const Work& work) {
+        std::vector<std::thread> others;
+        for (int64_t i = 1; i < size; i++) others.emplace_back(work, i);
+        work(0);
+        for (std::thread& other : others) other.join();
+    }
+
+  private:
+    static constexpr int SPINS = 4096;
+    const int64_t size_;
+    std::atomic<int64_t> arrived_{0}, meetings_{0};
+    std::mutex mutex_;
+    std::condition_variable all_here_;
+};
+
+// Columns of which each thread gets a multiple.
+constexpr int64_t BLOCK = WIDTH * LANES;
+
+#if defined(HAS_TILES)
+// AMX multiplies tiles of bf16: A[16, 32] * B[32, 16], summed in fp32. A float is nearly the sum of two numbers in bf16
+// (to 16 bits), whose products are summed one after the other.
+constexpr int64_t TILE = 16, DEEP = 32, WIDE = 32, ROWS = 128;
+
+inline __m512 widen(__m256bh x) { return (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)x), 16); }
+
+// Writes the two parts of a[rows, inputs] by tiles: [rows / 16, inputs / 32, 2, 16, 32].
+void split(int64_t rows, const float* a, int64_t lda, int64_t inputs, int64_t steps, Half* to) {
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t k = 0; k < steps * DEEP; k += TILE) {
+            const int64_t left = std::min(std::max<int64_t>(inputs - k, 0), TILE);
+            const __m512 x = _mm512_maskz_loadu_ps((1u << left) - 1, a + r * lda + k);
+            const __m256bh high = _mm512_cvtneps_pbh(x), low = _mm512_cvtneps_pbh(x - widen(high));
+            Half* at = to + ((r / TILE * steps + k / DEEP) * 2 * TILE + r % TILE) * DEEP + k % DEEP;
+            std::memcpy(at, &high, sizeof high);
+            std::memcpy(at + TILE * DEEP, &low, sizeof low);
+        }
 }
 
-void add_bias(int64_t rows, const float* bias, int64_t columns, float* c) {
+// Writes the products of one or two tiles of rows with two tiles of columns to `sums` [2, 2, 16, 16].
+template <bool TWO>
+void multiply_tiles(const Half* a, const Half* w, int64_t steps, float* sums) {
+    constexpr int64_t SIZE = TILE * DEEP, ROW = DEEP * sizeof(Half);
+    _tile_zero(0);
+    _tile_zero(1);
+    if (TWO) _tile_zero(2);
+    if (TWO) _tile_zero(3);
+    for (int64_t k = 0; k < steps; k++, a += 2 * SIZE, w += 2 * SIZE) {
+        _tile_loadd(4, w, ROW);
+        _tile_loadd(5, w + SIZE, ROW);
+        for (int part = 0; part < 2; part++) {
+            _tile_loadd(6, a + part * SIZE, ROW);
+            _tile_dpbf16ps(0, 6, 4);
+            _tile_dpbf16ps(1, 6, 5);
+            if (TWO) {
+                _tile_loadd(7, a + (2 * steps + part) * SIZE, ROW);
+                _tile_dpbf16ps(2, 7, 4);
+                _tile_dpbf16ps(3, 7, 5);
+            }
+        }
+    }
+    _tile_stored(0, sums, TILE * sizeof(float));
+    _tile_stored(1, sums + TILE * TILE, TILE * sizeof(float));
+    if (TWO) _tile_stored(2, sums + 2 * TILE * TILE, TILE * sizeof(float));
+    if (TWO) _tile_stored(3, sums + 3 * TILE * TILE, TILE * sizeof(float));
+}
+
+// Tells the CPU the sizes of the tiles: the rows of the first and second tile of A and of sums; B is whole.
+void shape_tiles(int64_t first, int64_t second) {
+    struct {
+        uint8_t palette = 1, start = 0, reserved[14] = {};
+        uint16_t bytes[16] = {};
+        uint8_t rows[16] = {};
+    } shape;
+    const int64_t rows[] = {first, first, second, second, TILE, TILE, first, second};
+    for (int i = 0; i < 8; i++) {
+        shape.rows[i] = rows[i];
+        shape.bytes[i] = rows[i] ? 64 : 0;
+    }
+    _tile_loadconfig(&shape);
+}
+
+// c[rows, r] += a[rows, inputs] * w[inputs, r], where w is stored by tiles: [columns / 32, inputs / 32, 2, 16, 16, 2].
+void add_tiles(int64_t rows, const float* a, int64_t lda, const Half* w, int64_t inputs, Range r, float* c,
+               int64_t ldc) {
+    const int64_t steps = (inputs + DEEP - 1) / DEEP;
+    std::vector<Half> parts((std::min(rows, ROWS) + TILE - 1) / TILE * TILE * steps * DEEP * 2);
+    float sums[4 * TILE * TILE];
+    for (int64_t top = 0; top < rows; top += ROWS) {
+        const int64_t count = std::min(rows - top, ROWS);
+        split(count, a + top * lda, lda, inputs, steps, parts.data());
+        for (int64_t j = r.first; j < r.end; j += WIDE)
+            for (int64_t b = 0; b < count; b += 2 * TILE) {
+                const int64_t first = std::min(count - b, TILE), second = std::min(count - b, 2 * TILE) - first;
+                const Half *left = parts.data() + b * steps * DEEP * 2, *right = w + j * steps * DEEP;
+                shape_tiles(first, second);
+                if (second)
+                    multiply_tiles<true>(left, right, steps, sums);
+                else
+                    multiply_tiles<false>(left, right, steps, sums);
+                for (int64_t i = 0; i < first + second; i++)
+                    for (int64_t n = 0; n < std::min(WIDE, r.end - j); n++)
+                        c[(top + b + i) * ldc + j + n] +=
+                            sums[((i / TILE * 2 + n / TILE) * TILE + i % TILE) * TILE + n % TILE];
+            }
+    }
+    _tile_release();
+}
+#endif
+
+// How a weight is stored; `trunk.py` has the same numbers.
+enum Stored : int64_t { FLOAT, HALF, TILES };
+
+// c[rows, r] += a[rows, inputs] * w[inputs, r] for the columns r, of the columns of w.
+void add_product(int64_t stored, int64_t rows, const float* a, int64_t lda, const void* w, int64_t inputs,
+                 int64_t columns, Range r, float* c, int64_t ldc) {
+    const int64_t some = r.end - r.first;
+    if (stored == FLOAT)
+        add_product(rows, a, lda, static_cast<const float*>(w) + r.first, columns, inputs, some, c + r.first, ldc);
+#if defined(HAS_TILES)
+    else if (stored == TILES)
+        add_tiles(rows, a, lda, static_cast<const Half*>(w), inputs, r, c, ldc);
+#endif
+    else
+        add_product(rows, a, lda, static_cast<const Half*>(w) + r.first, columns, inputs, some, c + r.first, ldc);
+}
+
+void start_with(int64_t rows, const float* bias, Range r, float* c, int64_t ldc) {
+    for (int64_t b = 0; b < rows; b++)
+        for (int64_t i = r.first; i < r.end; i++) c[b * ldc + i] = bias ? bias[i] : 0;
+}
+
+void add_bias(int64_t rows, const float* bias, Range r, float* c, int64_t ldc) {
     if (!bias) return;
-    for (int64_t r = 0; r < rows; r++)
-        for (int64_t i = 0; i < columns; i++) c[r * columns + i] += bias[i];
+    for (int64_t b = 0; b < rows; b++)
+        for (int64_t i = r.first; i < r.end; i++) c[b * ldc + i] += bias[i];
 }
 
 float dot(const float* a, const float* b, int64_t n) {
@@ -263,10 +425,6 @@ void activate(float* gate, const float* up, int64_t n) {
     std::memcpy(gate + i, &y, (n - i) * sizeof(float));
 }
 
-}  // namespace
-
-extern "C" {
-
 // Weights are [inputs, outputs]; a bias or norm that the layer lacks is null. `trunk.py` has the same fields.
 struct Layer {
     const float* attention_norm;
@@ -286,85 +444,132 @@ struct Layer {
 struct Trunk {
     const Layer* layers;
     const float *embedding, *turns, *norm;  // turns: [positions, head size / 2] pairs of cosine and sine
-    int64_t n_layers, hidden, head_size, cache_length, half;  // half: 1 if the layers' weights are stored in bf16
+    int64_t n_layers, hidden, head_size, cache_length, stored;  // stored: how the layers' weights are stored
     float floor;
 };
 
-// Numbers of floats that one row, and one call, need as scratch memory.
-int64_t realign_row_scratch(const Trunk* trunk) {
-    int64_t most = 0;
-    for (int64_t i = 0; i < trunk->n_layers; i++) {
-        const Layer& l = trunk->layers[i];
-        const int64_t floats = (2 * l.queries + 2 * l.groups) * trunk->head_size + 2 * l.inner;
-        most = floats > most ? floats : most;
+// Normalizes and rotates a head of a query or key in place.
+void turn_head(float* y, const float* norm, float floor, const float* turn, int64_t size) {
+    if (norm) normalize(y, norm, floor, size, y);
+    for (int64_t d = 0; d < size; d += 2) {
+        const float even = y[d], odd = y[d + 1], cosine = turn[d], sine = turn[d + 1];
+        y[d] = even * cosine - odd * sine;
+        y[d + 1] = even * sine + odd * cosine;
     }
-    return most + trunk->hidden;
 }
 
-int64_t realign_call_scratch(const Trunk* trunk) { return trunk->cache_length + LANES; }
+int64_t call_scratch(const Trunk* trunk) { return trunk->cache_length + LANES; }
 
-// Writes the last hidden states of one new token per row to `x` [rows, hidden], and its keys and values to the cache.
-// Row b is in slot first_slot + b * slot_step. With a step of 0 the rows are tokens of one text, by position.
-void realign_decode(const Trunk* trunk, int64_t rows, int64_t first_slot, int64_t slot_step, const int64_t* ids,
-                    const int64_t* positions, float* x, float* scratch) {
-    const int64_t hidden = trunk->hidden, size = trunk->head_size, half = size / 2, length = trunk->cache_length;
-    for (int64_t b = 0; b < rows; b++)
-        std::memcpy(x + b * hidden, trunk->embedding + ids[b] * hidden, hidden * sizeof(float));
-    float* scores = scratch;
-    float* h = scores + realign_call_scratch(trunk);
+// The part of thread `me` of `realign_decode`.
+void decode(const Trunk* trunk, int64_t rows, int64_t first_slot, int64_t slot_step, const int64_t* ids,
+            const int64_t* positions, float* x, float* scratch, int64_t threads, int64_t me, Team& team) {
+    const int64_t hidden = trunk->hidden, size = trunk->head_size, length = trunk->cache_length;
+    float* scores = scratch + me * call_scratch(trunk);
+    float* h = scratch + threads * call_scratch(trunk);
     float* work = h + rows * hidden;
+    const Range mine = team.part(me, rows), out = team.part(me, hidden, BLOCK);
+    const auto normalize_rows = [&](const float* weight, float floor, float* y) {
+        for (int64_t b = mine.first; b < mine.end; b++)
+            normalize(x + b * hidden, weight, floor, hidden, y + b * hidden);
+        team.meet();
+    };
+    for (int64_t b = mine.first; b < mine.end; b++)
+        std::memcpy(x + b * hidden, trunk->embedding + ids[b] * hidden, hidden * sizeof(float));
     for (int64_t i = 0; i < trunk->n_layers; i++) {
         const Layer& l = trunk->layers[i];
         const int64_t heads = l.queries + 2 * l.groups, outputs = heads * size, shared = l.queries / l.groups;
         float *qkv = work, *mixed = qkv + rows * outputs, *gate_up = mixed + rows * l.queries * size;
-        for (int64_t b = 0; b < rows; b++)
-            normalize(x + b * hidden, l.attention_norm, l.attention_floor, hidden, h + b * hidden);
-        start_with(rows, l.qkv_bias, outputs, qkv);
-        add_product(trunk->half, rows, h, hidden, l.qkv, outputs, hidden, outputs, qkv, outputs);
-        for (int64_t b = 0; b < rows; b++) {
-            float* q = qkv + b * outputs;
-            const int64_t p = positions[b];
-            const float* turn = trunk->turns + p * size;
-            for (int64_t n = 0; n < l.queries + l.groups; n++) {
-                float* y = q + n * size;
-                if (l.qk_norm) normalize(y, l.qk_norm + n * size, l.qk_floor, size, y);
-                for (int64_t d = 0; d < half; d++) {
-                    const float even = y[2 * d], odd = y[2 * d + 1], cosine = turn[2 * d], sine = turn[2 * d + 1];
-                    y[2 * d] = even * cosine - odd * sine;
-                    y[2 * d + 1] = even * sine + odd * cosine;
-                }
-            }
+        normalize_rows(l.attention_norm, l.attention_floor, h);
+        const Range joined = team.part(me, outputs, BLOCK);
+        start_with(rows, l.qkv_bias, joined, qkv, outputs);
+        add_product(trunk->stored, rows, h, hidden, l.qkv, hidden, outputs, joined, qkv, outputs);
+        team.meet();
+        const Range pairs = team.part(me, rows * l.groups);
+        for (int64_t pair = pairs.first; pair < pairs.end; pair++) {
+            const int64_t b = pair / l.groups, head = l.queries + pair % l.groups, p = positions[b];
+            float* key = qkv + b * outputs + head * size;
+            turn_head(key, l.qk_norm ? l.qk_norm + head * size : nullptr, l.qk_floor, trunk->turns + p * size, size);
+            const int64_t at = (((first_slot + b * slot_step) * l.groups + pair % l.groups) * length + p) * size;
+            std::memcpy(l.keys + at, key, size * sizeof(float));
+            std::memcpy(l.values + at, key + l.groups * size, size * sizeof(float));
+        }
+        team.meet();  // since the rows of one text attend to each other's keys
+        for (int64_t pair = pairs.first; pair < pairs.end; pair++) {
+            const int64_t b = pair / l.groups, g = pair % l.groups, p = positions[b];
             const int64_t from = l.window > 0 && p >= l.window ? p - l.window + 1 : 0;
-            for (int64_t g = 0; g < l.groups; g++) {
-                const int64_t row = ((first_slot + b * slot_step) * l.groups + g) * length;
-                std::memcpy(l.keys + (row + p) * size, q + (l.queries + g) * size, size * sizeof(float));
-                std::memcpy(l.values + (row + p) * size, q + (l.queries + l.groups + g) * size, size * sizeof(float));
-                for (int64_t n = g * shared; n < (g + 1) * shared; n++)
-                    attend(q + n * size, l.keys + (row + from) * size, l.values + (row + from) * size, size,
-                           p + 1 - from, l.scaling, scores, mixed + (b * l.queries + n) * size);
+            const int64_t at = (((first_slot + b * slot_step) * l.groups + g) * length + from) * size;
+            for (int64_t n = g * shared; n < (g + 1) * shared; n++) {
+                float* q = qkv + b * outputs + n * size;
+                turn_head(q, l.qk_norm ? l.qk_norm + n * size : nullptr, l.qk_floor, trunk->turns + p * size, size);
+                attend(q, l.keys + at, l.values + at, size, p + 1 - from, l.scaling, scores,
+                       mixed + (b * l.queries + n) * size);
             }
         }
-        add_bias(rows, l.output_bias, hidden, x);
-        add_product(trunk->half, rows, mixed, l.queries * size, l.output, hidden, l.queries * size, hidden, x, hidden);
-        for (int64_t b = 0; b < rows; b++)
-            normalize(x + b * hidden, l.mlp_norm, l.mlp_floor, hidden, h + b * hidden);
-        start_with(rows, l.gate_up_bias, 2 * l.inner, gate_up);
-        add_product(trunk->half, rows, h, hidden, l.gate_up, 2 * l.inner, hidden, 2 * l.inner, gate_up, 2 * l.inner);
-        for (int64_t b = 0; b < rows; b++)
-            activate(gate_up + b * 2 * l.inner, gate_up + b * 2 * l.inner + l.inner, l.inner);
-        add_bias(rows, l.down_bias, hidden, x);
-        add_product(trunk->half, rows, gate_up, 2 * l.inner, l.down, hidden, l.inner, hidden, x, hidden);
+        team.meet();
+        add_bias(rows, l.output_bias, out, x, hidden);
+        add_product(trunk->stored, rows, mixed, l.queries * size, l.output, l.queries * size, hidden, out, x, hidden);
+        team.meet();
+        normalize_rows(l.mlp_norm, l.mlp_floor, h);
+        const Range gate = team.part(me, l.inner, BLOCK), up = {l.inner + gate.first, l.inner + gate.end};
+        for (const Range& r : {gate, up}) {
+            start_with(rows, l.gate_up_bias, r, gate_up, 2 * l.inner);
+            add_product(trunk->stored, rows, h, hidden, l.gate_up, hidden, 2 * l.inner, r, gate_up, 2 * l.inner);
+        }
+        for (int64_t b = 0; b < rows; b++) {
+            float* g = gate_up + b * 2 * l.inner + gate.first;
+            activate(g, g + l.inner, gate.end - gate.first);
+        }
+        team.meet();
+        add_bias(rows, l.down_bias, out, x, hidden);
+        add_product(trunk->stored, rows, gate_up, 2 * l.inner, l.down, l.inner, hidden, out, x, hidden);
+        team.meet();
     }
-    for (int64_t b = 0; b < rows; b++)
-        normalize(x + b * hidden, trunk->norm, trunk->floor, hidden, x + b * hidden);
+    normalize_rows(trunk->norm, trunk->floor, x);
 }
 
-// c[rows, :columns] = a[rows, inputs] * w[inputs, :columns], where rows of c and w have `stride` columns. `w` is stored
-// in bf16 if `half` is not 0.
+}  // namespace
+
+extern "C" {
+
+// Number of floats that a step needs as scratch memory.
+int64_t realign_scratch(const Trunk* trunk, int64_t rows, int64_t threads) {
+    int64_t most = 0;
+    for (int64_t i = 0; i < trunk->n_layers; i++) {
+        const Layer& l = trunk->layers[i];
+        most = std::max(most, (2 * l.queries + 2 * l.groups) * trunk->head_size + 2 * l.inner);
+    }
+    return rows * (most + trunk->hidden) + threads * call_scratch(trunk);
+}
+
+// Writes the last hidden states of one new token per row to `x` [rows, hidden], and its keys and values to the cache.
+// Row b is in slot first_slot + b * slot_step. With a step of 0 the rows are tokens of one text, by position.
+void realign_decode(const Trunk* trunk, int64_t rows, int64_t first_slot, int64_t slot_step, const int64_t* ids,
+                    const int64_t* positions, float* x, float* scratch, int64_t threads) {
+    Team team(threads);
+    Team::run(threads, [&](int64_t me) {
+        decode(trunk, rows, first_slot, slot_step, ids, positions, x, scratch, threads, me, team);
+    });
+}
+
+// Whether weights can be stored by tiles: the CPU has AMX, and the system lets this process use it.
+int64_t realign_has_tiles() {
+#if defined(HAS_TILES)
+    constexpr int REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;
+    return syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
+#else
+    return 0;
+#endif
+}
+
+// c[rows, columns] = a[rows, inputs] * w[inputs, columns]
 void realign_product(int64_t rows, const float* a, const void* w, int64_t inputs, int64_t columns, float* c,
-                     int64_t stride, int64_t half) {
-    for (int64_t r = 0; r < rows; r++) std::memset(c + r * stride, 0, columns * sizeof(float));
-    add_product(half, rows, a, inputs, w, stride, inputs, columns, c, stride);
+                     int64_t stored, int64_t threads) {
+    const Team team(threads);
+    Team::run(threads, [&](int64_t me) {
+        const Range r = team.part(me, columns, BLOCK);
+        start_with(rows, nullptr, r, c, columns);
+        add_product(stored, rows, a, inputs, w, inputs, columns, r, c, columns);
+    });
 }
 
 // Log-probs of one token per row under the softmax of `logits` [rows, words], and the log-sum-exp of each row.

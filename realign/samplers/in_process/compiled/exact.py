@@ -29,7 +29,7 @@ from realign.models.network.network import Network
 from realign.models.network.passes import Layout
 from realign.samplers.in_process.compiled.fusion import Fusion
 from realign.samplers.in_process.compiled.library import LibraryError, load_library
-from realign.samplers.in_process.compiled.trunk import CompiledTrunk
+from realign.samplers.in_process.compiled.trunk import CompiledTrunk, Form, StoredWeight
 
 
 class ExactModel:
@@ -126,7 +126,7 @@ class ExactHead:
         assert not isinstance(library, LibraryError)  # `ExactModel.read` needs it too
         self._library: ctypes.CDLL = library
         self._memory = (weight_VH.data_ptr(), weight_VH.shape)
-        self._weight_HV = weight_VH.detach().t().contiguous()
+        self._weight = StoredWeight.of(weight_VH, library, Form.floats)
 
     def is_of(self, weight_VH: Tensor) -> bool:
         """Return whether it was copied from the memory of this weight."""
@@ -134,20 +134,7 @@ class ExactHead:
 
     def logits(self, hidden_NH: Tensor) -> Tensor:
         """Return the product [N, V] with the weight."""
-        hidden_NH = hidden_NH.detach().contiguous()
-        inputs, words = self._weight_HV.shape
-        logits_NV = torch.empty(len(hidden_NH), words)
-        self._library.realign_product(
-            len(hidden_NH),
-            hidden_NH.data_ptr(),
-            self._weight_HV.data_ptr(),
-            inputs,
-            words,
-            logits_NV.data_ptr(),
-            words,
-            0,
-        )
-        return logits_NV
+        return self._weight.product(hidden_NH, 1)
 
     def logprobs(self, logits_NV: Tensor, tokens_N: Tensor) -> tuple[Tensor, Tensor]:
         """Return the log-probs [N] of tokens under the softmax of logits, and the log-sum-exp [N]."""

@@ -31,7 +31,7 @@ COMPILERS = ("c++", "g++", "clang++")
 """Commands that are tried in this order if the variable CXX is not set."""
 
 # Not -ffast-math: it changes what NaN does, and with some versions of GCC the rounding mode of the whole process.
-FLAGS = ("-O3", "-march=native", "-std=c++17", "-fno-math-errno", "-ffp-contract=fast", "-fPIC", "-shared")
+FLAGS = ("-O3", "-march=native", "-std=c++17", "-fno-math-errno", "-ffp-contract=fast", "-fPIC", "-shared", "-pthread")
 
 TIMEOUT_S = 300
 """Time limit of a build in seconds. A build takes about a second on an idle machine."""
@@ -160,11 +160,11 @@ def _cpu() -> str:
 def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     """Declare the argument types of the functions in `decode_step.cpp`."""
     pointer, count = ctypes.c_void_p, ctypes.c_int64
-    library.realign_decode.argtypes = [pointer, count, count, count, pointer, pointer, pointer, pointer]
+    library.realign_decode.argtypes = [pointer, count, count, count, pointer, pointer, pointer, pointer, count]
     library.realign_product.argtypes = [count, pointer, pointer, count, count, pointer, count, count]
     library.realign_logprobs.argtypes = [count, pointer, count, pointer, pointer, pointer]
     for procedure in (library.realign_decode, library.realign_product, library.realign_logprobs):
         procedure.restype = None
-    for function in (library.realign_row_scratch, library.realign_call_scratch):
-        function.argtypes, function.restype = [pointer], count
+    library.realign_has_tiles.argtypes, library.realign_has_tiles.restype = [], count
+    library.realign_scratch.argtypes, library.realign_scratch.restype = [pointer, count, count], count
     return library

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from ctypes import c_float, c_int64, c_void_p
 from dataclasses import dataclass
-from functools import partial
+from enum import IntEnum
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,20 +22,17 @@ from typing_extensions import override
 
 from realign.functional.logprobs import LMHead, Projection
 from realign.functional.packed import cu_seqlens_of, position_ids
+from realign.functional.rounding import MultiplyBy
 from realign.models.network.attention import AttentionContext
 from realign.models.network.kv_cache import DecodeContext, KeyValues, KVCache, PrefillContext
 from realign.samplers.in_process.compiled.fused_layers import FusedLayer, FusedTrunk, Linear
-
-_ROWS_PER_THREAD = 8
-"""Minimum number of rows per thread. With fewer rows, torch divides each matrix product among the threads instead.
-
-This is an estimate that was not measured."""
+from realign.samplers.in_process.compiled.library import LibraryError, load_library
 
 _LARGE_PRODUCT = 2**27
 """Multiply-adds of a matrix product per thread from which torch is faster (measured on one core with MKL)."""
 
-_COLUMNS = 64
-"""Columns of which each thread gets a multiple: a block of `tile` in decode_step.cpp, or several."""
+_TILES = 32
+"""Inputs and outputs of which tiles store a multiple, the rest as zeros: `DEEP` and `WIDE` of decode_step.cpp."""
 
 _TEXT_ROWS = 256
 """Rows of a text in one call, which limits the scratch memory."""
@@ -45,6 +42,63 @@ _PROBE_ROWS = 7
 
 _PROBE_LENGTH = 40
 """Largest number of tokens of a compared row: several vectors of `LANES` scores, and usually an incomplete one."""
+
+
+class Form(IntEnum):
+    """How the library stores a weight; `Stored` of decode_step.cpp."""
+
+    floats = 0
+    """In fp32, [inputs, outputs]."""
+    halves = 1
+    """In bf16, [inputs, outputs]."""
+    tiles = 2
+    """In bf16, as AMX multiplies it."""
+
+    @classmethod
+    def of_rounded(cls, library: ctypes.CDLL) -> Form:
+        """Return the fastest form of weights that are exact in bf16, on this CPU."""
+        return cls.tiles if library.realign_has_tiles() else cls.halves
+
+
+class StoredWeight(NamedTuple):
+    """A weight as the library reads it."""
+
+    values: Tensor
+    form: Form
+    shape: tuple[int, int]
+    """Inputs K and outputs M."""
+    library: ctypes.CDLL
+
+    @classmethod
+    def of(cls, weight_MK: Tensor, library: ctypes.CDLL, form: Form) -> StoredWeight:
+        """Return a weight's current values."""
+        weight_KM = weight_MK.detach().t()
+        inputs, outputs = weight_KM.shape
+        values = weight_KM if form is Form.floats else weight_KM.to(torch.bfloat16)
+        if form is Form.tiles:
+            values = F.pad(values, (0, -outputs % _TILES, 0, -inputs % _TILES)).unflatten(0, (-1, 16, 2))
+            values = values.unflatten(3, (-1, 2, 16)).permute(3, 0, 4, 1, 5, 2)
+        return cls(values.contiguous(), form, (inputs, outputs), library)
+
+    def product(self, x_NK: Tensor, threads: int) -> Tensor:
+        """Return the product [N, M] of rows with the weight, whose columns the threads divide."""
+        x_NK, y_NM = x_NK.detach().contiguous(), torch.empty(len(x_NK), self.shape[1])
+        pointers = x_NK.data_ptr(), self.values.data_ptr()
+        self.library.realign_product(len(x_NK), *pointers, *self.shape, y_NM.data_ptr(), self.form, threads)
+        return y_NM
+
+
+def tile_products() -> MultiplyBy | None:
+    """Return what multiplies by a weight in tiles of bf16; None if this CPU or this process can't."""
+    library = load_library()
+    if isinstance(library, LibraryError) or not library.realign_has_tiles():
+        return None
+
+    def multiply_by(weight_MK: Tensor) -> Callable[[Tensor], Tensor]:
+        stored = StoredWeight.of(weight_MK, library, Form.tiles)
+        return lambda x_NK: stored.product(x_NK, torch.get_num_threads())
+
+    return multiply_by
 
 
 class _Layer(ctypes.Structure):
@@ -63,7 +117,7 @@ class _Trunk(ctypes.Structure):
 
     _fields_ = (
         *((name, c_void_p) for name in ("layers", "embedding", "turns", "norm")),
-        *((name, c_int64) for name in ("n_layers", "hidden", "head_size", "cache_length", "half")),
+        *((name, c_int64) for name in ("n_layers", "hidden", "head_size", "cache_length", "stored")),
         ("floor", c_float),
     )
 
@@ -76,16 +130,18 @@ class CompiledTrunk:
 
     def __init__(self, fused: FusedTrunk, library: ctypes.CDLL) -> None:
         self.fused = fused
-        self._library = library
+        self.library = library
         self._hidden = fused.embedding.shape[1]
         matrices = [x.weight.numel() for layer in fused.layers for x in _linears(layer)]
         self._mean_weights = sum(matrices) / len(matrices)
         # kept, since the library has only pointers
         self._embedding, self._turns = fused.embedding.contiguous(), torch.view_as_real(fused.turns).contiguous()
         self._numbered = list(enumerate(fused.layers))
-        stored = [tuple(_stored(x, fused.rounded) for x in _linears(layer)) for layer in fused.layers]
-        self._stored = stored
-        self._layers = (_Layer * len(fused.layers))(*map(_layer, fused.layers, stored))
+        form = Form.of_rounded(library) if fused.rounded else Form.floats
+        if form is Form.tiles and any(len(layer.down.weight.t()) % _TILES for layer in fused.layers):
+            form = Form.halves  # a tile would have columns of the gate and of what it multiplies
+        self._stored = [[StoredWeight.of(x.weight, library, form) for x in _linears(layer)] for layer in fused.layers]
+        self._layers = (_Layer * len(fused.layers))(*map(_layer, fused.layers, self._stored))
         self._trunk = _Trunk(
             ctypes.addressof(self._layers),
             self._embedding.data_ptr(),
@@ -95,26 +151,22 @@ class CompiledTrunk:
             self._hidden,
             2 * fused.turns.shape[-1],
             0,
-            fused.rounded,
+            form,
             float(fused.norm.floor),
         )
         self._address = ctypes.addressof(self._trunk)
         self._scratch = torch.empty(0)
-        self._threads: ThreadPoolExecutor | None = None
 
     def __call__(self, ids_N: Tensor, positions_N: Tensor, context: AttentionContext) -> Tensor:
         """See `Trunk`."""
         threads = torch.get_num_threads()
-        if self.fused.rounded:  # half of the bytes, for which one thread is faster than torch
-            threads = max(1, min(threads, len(ids_N) // _ROWS_PER_THREAD))
         if isinstance(context, DecodeContext) and self.computes(len(ids_N), threads):
             return self.decode(ids_N, positions_N, context.cache, threads)
         return self.fused(ids_N, positions_N, context)
 
     def computes(self, rows: int, threads: int) -> bool:
         """Return whether the library computes a decode step; torch computes those for which it is faster."""
-        enough = threads == 1 or rows >= threads * _ROWS_PER_THREAD
-        return enough and rows * self._mean_weights <= threads * _LARGE_PRODUCT
+        return rows * self._mean_weights <= threads * _LARGE_PRODUCT
 
     def decode(self, ids_B: Tensor, positions_B: Tensor, cache: KVCache, threads: int = 1) -> Tensor:
         """Return the last hidden states [B, H] of one token per row, and write its keys and values to the cache.
@@ -125,54 +177,26 @@ class CompiledTrunk:
             ids_B: token ids, in the order of the slots.
             positions_B: positions of the tokens; earlier positions of each slot have keys and values.
             cache: KV cache of the rows.
-            threads: number of threads that divide the rows.
+            threads: number of threads that divide the columns of the products.
         """
         self._use(cache)
         ids_B, positions_B = ids_B.contiguous(), positions_B.contiguous()
         x_BH = torch.empty(len(ids_B), self._hidden)
-        ends = [len(ids_B) * i // threads for i in range(threads + 1)]
-        per_row = self._library.realign_row_scratch(self._address)
-        per_call = self._library.realign_call_scratch(self._address)
-        # each thread has a part of its own: the scratch memory of its rows, and of one call
-        if len(self._scratch) < len(ids_B) * per_row + threads * per_call:
-            self._scratch = torch.empty(len(ids_B) * per_row + threads * per_call)
-
-        def run(part: int) -> None:
-            first, last = ends[part], ends[part + 1]
-            self._library.realign_decode(
-                self._address,
-                last - first,
-                first,
-                1,
-                ids_B[first:].data_ptr(),
-                positions_B[first:].data_ptr(),
-                x_BH[first:].data_ptr(),
-                self._scratch[first * per_row + part * per_call :].data_ptr(),
-            )
-
-        if threads == 1:
-            run(0)
-        else:  # threads of Python suffice, since a call by ctypes releases the interpreter lock
-            list(self._pool(threads).map(run, range(threads)))
+        floats = self.library.realign_scratch(self._address, len(ids_B), threads)
+        if len(self._scratch) < floats:
+            self._scratch = torch.empty(floats)
+        self.library.realign_decode(
+            self._address,
+            len(ids_B),
+            0,
+            1,
+            ids_B.data_ptr(),
+            positions_B.data_ptr(),
+            x_BH.data_ptr(),
+            self._scratch.data_ptr(),
+            threads,
+        )
         return x_BH
-
-    def product(self, x_NK: Tensor, stored_KM: Tensor) -> Tensor:
-        """Return the product [N, M] with a weight stored in bf16, whose columns the threads of torch divide."""
-        x_NK, (inputs, columns) = x_NK.contiguous(), stored_KM.shape
-        y_NM = torch.empty(len(x_NK), columns)
-        threads = torch.get_num_threads()
-        ends = [columns * i // threads // _COLUMNS * _COLUMNS for i in range(threads)] + [columns]
-
-        def run(part: int) -> None:
-            first, last = ends[part], ends[part + 1]
-            weight, out = stored_KM[:, first:].data_ptr(), y_NM[:, first:].data_ptr()
-            self._library.realign_product(len(x_NK), x_NK.data_ptr(), weight, inputs, last - first, out, columns, 1)
-
-        if threads == 1:
-            run(0)
-        else:
-            list(self._pool(threads).map(run, range(threads)))
-        return y_NM
 
     def texts(self, ids_R: Tensor, pieces: Sequence[int], after: Sequence[int]) -> tuple[Tensor, KeyValues]:
         """Return the last hidden states [R, H] of whole texts, and the keys and values of the last piece.
@@ -194,8 +218,7 @@ class CompiledTrunk:
             layers[i].keys, layers[i].values = keys.data_ptr(), values.data_ptr()
         trunk.layers, trunk.cache_length = ctypes.addressof(layers), length
         rows = min(max(pieces, default=0), _TEXT_ROWS)
-        floats = rows * self._library.realign_row_scratch(self._address)
-        scratch = torch.empty(floats + self._library.realign_call_scratch(ctypes.addressof(trunk)))
+        scratch = torch.empty(self.library.realign_scratch(ctypes.addressof(trunk), rows, 1))
         ids_R, x_RH = ids_R.contiguous(), torch.empty(len(ids_R), self._hidden)
         positions = torch.arange(length)
         continued, first, slot = set(after), 0, 0
@@ -204,7 +227,7 @@ class CompiledTrunk:
             for cache in (x for pair in kv.values() for x in pair):
                 cache[1, :, :shared] = cache[0, :, :shared]
             for start in range(0, count, rows):
-                self._library.realign_decode(
+                self.library.realign_decode(
                     ctypes.addressof(trunk),
                     min(rows, count - start),
                     slot,
@@ -213,6 +236,7 @@ class CompiledTrunk:
                     positions[shared + start :].data_ptr(),
                     x_RH[first + start :].data_ptr(),
                     scratch.data_ptr(),
+                    1,
                 )
             first += count
         return x_RH, {i: (keys[slot], values[slot]) for i, (keys, values) in kv.items()}
@@ -238,11 +262,6 @@ class CompiledTrunk:
         want_BH = self.fused(ids_B, positions_B, DecodeContext(cache, positions_B, length - 1))
         got_BH = self.decode(ids_B, positions_B, cache)
         return float((got_BH - want_BH).abs().max() / want_BH.abs().max())
-
-    def _pool(self, threads: int) -> ThreadPoolExecutor:
-        if self._threads is None:
-            self._threads = ThreadPoolExecutor(threads, thread_name_prefix="decode")
-        return self._threads
 
     def _use(self, cache: KVCache) -> None:
         """Point the layers to the tensors of the cache. They are not kept, since `Stream.free_cache` frees them."""
@@ -276,17 +295,10 @@ def _linears(layer: FusedLayer) -> tuple[Linear, ...]:
     return layer.qkv, layer.output, layer.gate_up, layer.down
 
 
-def _stored(linear: Linear, rounded: bool) -> Tensor:
-    """Return the weight as [inputs, outputs], in bf16 if it is rounded. `for_few_rows` has stored it like this."""
-    assert linear.weight.t().is_contiguous()
-    assert linear.bias is None or linear.bias.is_contiguous()
-    return linear.weight.t().to(torch.bfloat16) if rounded else linear.weight.t()
-
-
-def _layer(layer: FusedLayer, stored: tuple[Tensor, ...]) -> _Layer:
+def _layer(layer: FusedLayer, stored: Sequence[StoredWeight]) -> _Layer:
     norm = layer.qk_norm
     qkv, output, gate_up, down = (
-        (weight.data_ptr(), None if linear.bias is None else linear.bias.data_ptr())
+        (weight.values.data_ptr(), None if linear.bias is None else linear.bias.data_ptr())
         for weight, linear in zip(stored, _linears(layer), strict=True)
     )
     return _Layer(
@@ -312,18 +324,16 @@ def _layer(layer: FusedLayer, stored: tuple[Tensor, ...]) -> _Layer:
 
 @dataclass(frozen=True, eq=False)
 class CompiledHead(LMHead):
-    """A head for sampling whose product runs in the library, with the weight stored in bf16."""
+    """A head for sampling whose product runs in the library."""
 
-    product: Callable[[Tensor], Tensor] | None = None
-    """Returns the product of hidden states with the weight."""
+    stored: StoredWeight | None = None
 
     @classmethod
-    def of(cls, head: LMHead, trunk: CompiledTrunk) -> CompiledHead:
+    def of(cls, head: LMHead, library: ctypes.CDLL) -> CompiledHead:
         """Return the head with the current values of its weight, rounded to bf16."""
-        stored_HV = head.weight_VH.detach().to(torch.bfloat16).t().contiguous()
-        return cls(**vars(head), product=partial(trunk.product, stored_KM=stored_HV))
+        return cls(**vars(head), stored=StoredWeight.of(head.weight_VH, library, Form.of_rounded(library)))
 
     @override
     def _product(self, hidden_NH: Tensor, project: Projection) -> Tensor:
-        assert self.product is not None
-        return self.product(hidden_NH)
+        assert self.stored is not None
+        return self.stored.product(hidden_NH, torch.get_num_threads())
