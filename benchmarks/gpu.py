@@ -15,6 +15,7 @@ ratio      Log-probs of the sampler against those of the training pass, in fp32 
 training   Peak of matrix products, then GRPO steps of 0.5B, 1.5B and 7B shapes (the last with 4 layers): tokens per
            second, utilization, and peak memory beside the planner's estimate. A micro-batch has 32k tokens, halved
            until it fits. Each once more with `torch_compile`.
+long       GRPO steps of the shape and lengths of prime-rl's baselines, with recomputed layers.
 update     Weights to vLLM, with vllm=PYTHON: seconds, and log-probs against the trainer's.
 resume     A run that was interrupted against one that was not; resume_deterministic: with deterministic=true.
 sampler    The decode loop: a step that waits for the device is an error.
@@ -41,7 +42,7 @@ import torch
 from benchmarks import gpu_checks
 from benchmarks.gpu_plan import FULL, TINY, Plan, attempt
 from benchmarks.gpu_rollout import continuous_batching, rollout, sampler
-from benchmarks.gpu_training import matrix_peak, training
+from benchmarks.gpu_training import long, matrix_peak, training
 from benchmarks.report import arguments, facts
 
 RESULTS = "results.jsonl"
@@ -77,6 +78,7 @@ PARTS: dict[str, Callable[[Plan], dict[str, Any] | Iterator[dict[str, Any]]]] = 
     "decode": gpu_checks.decode,
     "ratio": gpu_checks.ratio,
     "training": training,
+    "long": long,
     "update": gpu_checks.update,
     "resume": gpu_checks.resume,
     "resume_deterministic": partial(gpu_checks.resume, deterministic=True),

@@ -175,6 +175,3 @@ def update(plan: Plan) -> dict[str, Any]:
     from benchmarks.servers.updates import updates
 
     return updates(plan.folder / "update", {"launch": "", "python": plan.vllm, "responses": "64"})
-
-
-__all__ = ["attention", "decode", "language", "ratio", "resume", "update"]

@@ -35,6 +35,7 @@ class Plan:
     matrix: tuple[int, ...]
     """Sizes of the matrix products that measure the peak."""
     training: tuple[Scenario, ...]
+    long: tuple[Scenario, ...]
     budget: int
     """Token budget of a micro-batch."""
     rollout: Scenario
@@ -62,6 +63,10 @@ LARGE = Scenario(
 )
 SEVEN_B = replace(LARGE, name="qwen2_7b_4_layers", hidden=3584, layers=4, heads=28, kv_heads=4, mlp=18_944)
 """Layers of the 7B shape, but 4 instead of 28: with fp32 weights and moments, all of them fill 122 GB."""
+LONG = replace(LARGE, prompts=1, group=2, prompt_low=64, max_new=16_320, mean_new=10**9, hidden=1024, layers=28)
+LONG = replace(LONG, name="qwen3_0.6b_16k", prompt_high=64, heads=16, kv_heads=8, head_size=128, mlp=3072)
+"""The shape and length of prime-rl's committed baselines (`benchmarks/baselines`, 2026-01): on one H100, RL at 16,384
+tokens ran 11.9k tokens/s at 11.1% utilization, at 65,536 tokens 10.1k at 26.8%."""
 FULL = Plan(
     device="cuda",
     dtype=torch.bfloat16,
@@ -72,6 +77,7 @@ FULL = Plan(
     llm_steps=30,
     matrix=(4096, 8192, 16_384),
     training=(LARGE, replace(LARGE, name="qwen2_1.5b", hidden=1536, layers=28, heads=12, mlp=8960), SEVEN_B),
+    long=(LONG, replace(LONG, name="qwen3_0.6b_64k", max_new=65_472)),
     budget=32_768,
     rollout=replace(LARGE, name="rollout_0.5b", prompts=32, max_new=512, mean_new=128),
     trl=SCENARIOS["gpu"],
@@ -85,6 +91,7 @@ TINY = replace(
     llm_steps=1,
     matrix=(64, 128),
     training=(SCENARIOS["tiny"],),
+    long=(replace(SCENARIOS["tiny"], head_size=32),),
     budget=64,
     rollout=SCENARIOS["tiny"],
     trl=SCENARIOS["tiny"],
@@ -127,6 +134,3 @@ def attempt(part: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     except Exception as error:
         traceback.print_exc(file=sys.stderr)
         return {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
-
-
-__all__ = ["FULL", "LARGE", "SEVEN_B", "TINY", "Plan", "attempt", "positions", "release", "synchronize", "timed"]

@@ -159,6 +159,3 @@ def _continuous_batching(plan: Plan, given: list[Tensor], lengths: list[int]) ->
             return made
 
         return _rate(plan, call)
-
-
-__all__ = ["continuous_batching", "rollout", "sampler"]

@@ -101,6 +101,3 @@ def check_sampler(engine: TransformersEngine, data: SequenceSample, config: Gene
         "logprob_gap": gap,
         "allocated_bytes": after - before,
     }
-
-
-__all__ = ["check_sampler", "profiled_steps", "watched_steps"]

@@ -52,6 +52,14 @@ def training(plan: Plan) -> Iterator[dict[str, Any]]:
             release(plan.device)
 
 
+def long(plan: Plan) -> Iterator[dict[str, Any]]:
+    """Yield the steps of a peer's baselines: one long sequence per micro-batch, with layers recomputed."""
+    for scenario in plan.long:
+        step = partial(_train, plan, scenario, positions(scenario), matrix_peak(plan), gradient_checkpointing=True)
+        yield {"model": scenario.name, **attempt(step)}
+        release(plan.device)
+
+
 def fitting(plan: Plan, scenario: Scenario, peak: float) -> dict[str, Any]:
     """Measure training steps of one shape, with half the token budget until a micro-batch fits in memory."""
     budget = plan.budget
@@ -124,6 +132,3 @@ def _memory(plan: Plan, call: Callable[[], object]) -> tuple[int, int]:
     before = torch.cuda.memory_allocated()
     call()
     return before, torch.cuda.max_memory_allocated()
-
-
-__all__ = ["attention_backend", "fitting", "matrix_peak", "training"]

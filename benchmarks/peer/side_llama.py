@@ -126,6 +126,3 @@ class Side:
         texts = self.llama.sample(prompts, self.scenario.lengths(number))
         wall = time.perf_counter() - started
         return {"wall": wall, "lengths": [len(ids) for ids in texts], "greedy": self.greedy}
-
-
-__all__ = ["Llama", "Side", "tokens_of", "write_gguf"]

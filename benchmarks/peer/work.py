@@ -35,6 +35,8 @@ class Scenario:
     heads: int = 4
     kv_heads: int = 2
     mlp: int = 768
+    head_size: int = 0
+    """Size of an attention head; 0 divides the hidden size."""
     algorithm: str = "grpo"
     epochs: int = 1
     """Number of passes over the rollout batch."""
@@ -69,6 +71,7 @@ class Scenario:
                 "num_hidden_layers": self.layers,
                 "num_attention_heads": self.heads,
                 "num_key_value_heads": self.kv_heads,
+                "head_dim": self.head_size or self.hidden // self.heads,
                 "intermediate_size": self.mlp,
                 "vocab_size": self.vocabulary,
                 "max_position_embeddings": 2048,
@@ -116,19 +119,18 @@ class Scenario:
         """Count the floating-point operations that a step requires, with each response attending to its full prompt.
 
         A product with a matrix of n weights counts 2 n per token in the forward pass and 4 n in the backward pass.
-        Attention counts 4 times the hidden size for each pair of tokens of which one attends to the other. The
+        Attention counts 4 times the size of all heads for each pair of tokens of which one attends to the other. The
         language-model head counts for predicted tokens only. The prompt of a group counts once in the rollout and once
         in training.
         """
-        head_size = self.hidden // self.heads
-        weights = self.layers * (
-            2 * self.hidden * self.hidden + 2 * self.hidden * self.kv_heads * head_size + 3 * self.hidden * self.mlp
-        )
+        head_size = self.head_size or self.hidden // self.heads
+        heads = 2 * self.heads + 2 * self.kv_heads
+        weights = self.layers * self.hidden * (heads * head_size + 3 * self.mlp)
         each = [p for p in prompt_tokens for _ in range(self.group)]
         tokens = sum(prompt_tokens) + sum(lengths)
         pairs = sum(p * (p + 1) / 2 for p in prompt_tokens)
         pairs += sum(n * p + n * (n + 1) / 2 for p, n in zip(each, lengths, strict=True))
-        forward = 2 * weights * tokens + 4 * self.hidden * self.layers * pairs
+        forward = 2 * weights * tokens + 4 * self.heads * head_size * self.layers * pairs
         head = 2 * self.hidden * self.vocabulary * sum(lengths)
         if self.algorithm == "grpo":
             return {"rollout": forward + head, "training": 3 * (forward + head)}
