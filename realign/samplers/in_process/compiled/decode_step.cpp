@@ -243,14 +243,16 @@ constexpr int64_t BLOCK = WIDTH * LANES;
 // (to 16 bits), whose products are summed one after the other.
 constexpr int64_t TILE = 16, DEEP = 32, WIDE = 32, ROWS = 128;
 
+// The mask of the first `count` numbers of a vector.
+inline __mmask16 first_of(int64_t count) { return (1u << std::min(std::max<int64_t>(count, 0), TILE)) - 1; }
+
 inline __m512 widen(__m256bh x) { return (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)x), 16); }
 
 // Writes the two parts of a[rows, inputs] by tiles: [rows / 16, inputs / 32, 2, 16, 32].
 void split(int64_t rows, const float* a, int64_t lda, int64_t inputs, int64_t steps, Half* to) {
     for (int64_t r = 0; r < rows; r++)
         for (int64_t k = 0; k < steps * DEEP; k += TILE) {
-            const int64_t left = std::min(std::max<int64_t>(inputs - k, 0), TILE);
-            const __m512 x = _mm512_maskz_loadu_ps((1u << left) - 1, a + r * lda + k);
+            const __m512 x = _mm512_maskz_loadu_ps(first_of(inputs - k), a + r * lda + k);
             const __m256bh high = _mm512_cvtneps_pbh(x), low = _mm512_cvtneps_pbh(x - widen(high));
             Half* at = to + ((r / TILE * steps + k / DEEP) * 2 * TILE + r % TILE) * DEEP + k % DEEP;
             std::memcpy(at, &high, sizeof high);
@@ -320,9 +322,13 @@ void add_tiles(int64_t rows, const float* a, int64_t lda, const Half* w, int64_t
                 else
                     multiply_tiles<false>(left, right, steps, sums);
                 for (int64_t i = 0; i < first + second; i++)
-                    for (int64_t n = 0; n < std::min(WIDE, r.end - j); n++)
-                        c[(top + b + i) * ldc + j + n] +=
-                            sums[((i / TILE * 2 + n / TILE) * TILE + i % TILE) * TILE + n % TILE];
+                    for (int64_t n = 0; n < WIDE; n += TILE) {
+                        float* to = c + (top + b + i) * ldc + j + n;
+                        const float* from = sums + ((i / TILE * 2 + n / TILE) * TILE + i % TILE) * TILE;
+                        const __mmask16 mask = first_of(r.end - j - n);
+                        const __m512 before = _mm512_maskz_loadu_ps(mask, to);
+                        _mm512_mask_storeu_ps(to, mask, before + _mm512_loadu_ps(from));
+                    }
             }
     }
     _tile_release();
