@@ -20,7 +20,8 @@ class MicroBatchLimits(Settings):
 
     max_tokens_per_microbatch: Count | None = 16384
     """Token budget of one forward pass: lower it if you run out of memory. null sets no limit. A prefix that the pass
-    computes once for all sequences of a prompt counts once."""
+    computes once for all sequences of a prompt counts once. Passes of larger models are shorter on a CPU, where a long
+    one only needs memory."""
     n_microbatches: Count = 1
     """Split each batch into at least this many micro-batches (at most one per group)."""
 

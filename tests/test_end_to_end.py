@@ -162,15 +162,12 @@ def test_two_runs_of_one_seed_are_bitwise_equal(task, reward, tmp_path):
         }
 
 
-def test_examples_run_as_documented_with_nothing_edited(task, reward, tmp_path, monkeypatch):
+def test_an_example_runs_as_documented_with_nothing_edited(task, reward, tmp_path, monkeypatch):
     monkeypatch.chdir(EXAMPLES.parent)
     monkeypatch.syspath_prepend(str(EXAMPLES.parent))
     advantage = "interfaces.actor.advantage._target_=examples.rank_grpo.RankRelative"
     result = run(built(task, tmp_path / "run", reward, advantage, "interfaces.actor.advantage.min_group_size=2"))
     assert len(result.series("loss")) == 2
-    runtime = LocalRuntime(built(task, tmp_path / "two", "interfaces.reward.function=examples/close_answer.py:score"))
-    values, _ = runtime.step(1)
-    assert 0 < values["missing_rewards"] <= 1  # an untrained model rarely writes a number
 
 
 def test_the_demo_ends_with_a_line_of_json_and_its_picture_and_shows_a_response_without_a_verdict(

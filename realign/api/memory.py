@@ -30,6 +30,7 @@ class MemoryWork:
         sequences: responses to these prompts.
         prompt: longest prompt, in tokens.
         response: longest response, in tokens.
+        sequence: longest sequence of training and scoring, in tokens; 0: a prompt with its response.
         references: for each frozen reference branch over this model, its number of top layers; None copies as many
             layers as train.
         ranks: number of processes among which the model is sharded.
@@ -45,9 +46,15 @@ class MemoryWork:
     sequences: int = 0
     prompt: int = 0
     response: int = 0
+    sequence: int = 0
     references: tuple[int | None, ...] = ()
     ranks: int = 1
     free: int | None = None
+
+    @property
+    def longest(self) -> int:
+        """Number of tokens of the longest sequence in training and scoring, at least 1."""
+        return max(1, self.sequence or self.prompt + self.response)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from realign.engines.training.optimizer import OptimizerSpec
 from realign.functional.logprobs import chunk_tokens
 from realign.models.model_shape import ModelShape
 from realign.models.network.heads import ValueHead, ValueHidden
-from realign.models.network.passes import MIN_ROWS
+from realign.models.network.passes import MIN_ROWS, most_lanes, most_rows
 from realign.samplers.in_process.compiled.fusion import CPU_BYTES, FAMILIES
 from realign.samplers.in_process.decode import LOGIT_ELEMENTS, PREFILL_TOKENS, cache_bytes
 from realign.samplers.in_process.settings import InProcessSampling
@@ -90,6 +90,9 @@ class MemoryModel:
         waiting = max(1, min(waiting, work.optimizer_step_tokens // max(1, work.tokens)))
         trained = (shape.trained + self._value_weights if self.optimizer is not None else 0) // shards
         lanes = self._lanes(work)
+        if self.device.type == "cpu" and ranks == 1:
+            rows = most_rows(shape.parameters + shape.adapters + self._value_weights)
+            work = replace(work, tokens=min(work.tokens, lanes * max(work.longest, rows)))
         accumulates = work.optimizer_step_tokens > work.tokens or lanes > 1
         work = replace(work, tokens=-(-work.tokens // self.context))
         on_device = 0 if self.offload and ranks > 1 else 1
@@ -208,8 +211,8 @@ class MemoryModel:
     def _lanes(self, work: MemoryWork) -> int:
         if self.shape.unpacked:
             return 1
-        longest = max(1, work.prompt + work.response)
-        return max(1, min(self.lanes, work.optimizer_step_tokens // MIN_ROWS, work.tokens // longest))
+        most = min(self.lanes, most_lanes(self.shape.trained + self._value_weights))
+        return max(1, min(most, work.optimizer_step_tokens // MIN_ROWS, work.tokens // work.longest))
 
     def _attention_pairs(self, tokens: int, work: MemoryWork) -> int:
         """Return the memory of a tensor with a number for each pair of tokens and each head of a layer.

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from transformers import LlamaConfig
 
 from realign.api import GenerationConfig, Lengths, MicroBatchSpec, SequenceSample
 from realign.api.memory import EstimatesMemory, MemoryWork
@@ -93,6 +94,42 @@ def test_activations_are_the_tensors_that_autograd_saves(monkeypatch, family, dt
     cast = 2 * shape.in_layers if dtype == torch.bfloat16 else 0
     working = tokens * (3 * shape.mlp * dtype.itemsize + 4 * shape.hidden) + estimate._running_pairs(tokens, work)
     assert estimate._activations(tokens, work) - working == pytest.approx(saved - cast, rel=0.2)
+
+
+SMOLLM2 = LlamaConfig(
+    vocab_size=49152,
+    hidden_size=576,
+    intermediate_size=1536,
+    num_hidden_layers=30,
+    num_attention_heads=9,
+    num_key_value_heads=3,
+    tie_word_embeddings=True,
+)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 8, 64])
+def test_the_first_program_of_the_readme_fits_in_8_gib(threads):
+    shape = shape_of(SMOLLM2, Causal())
+    work = MemoryWork(True, True, True, 6656, 6656, prompts=8, sequences=64, prompt=40, response=64)
+    estimate = MemoryModel(shape, CPU, torch.float32, optimizer=OptimizerSpec(), lanes=threads).estimate(work)
+    reference = 4 * shape.parameters
+    assert estimate.kept + reference + estimate.passing < 5 * 2**30
+
+
+def test_the_estimate_has_the_passes_of_the_engine():
+    shape = shape_of(SMOLLM2, Causal())
+    formula = MemoryModel(shape, CPU, torch.float32, optimizer=OptimizerSpec())
+    sizes = (1021, 2000, 16384)
+    short, longer, longest = (
+        formula.estimate(replace(WORK, tokens=16384, optimizer_step_tokens=32768, sequence=n)).activations
+        for n in sizes
+    )
+    assert [longer / short, longest / short] == pytest.approx([n / sizes[0] for n in sizes[1:]], rel=1e-6)
+    small, on_gpu = (
+        replace(formula, device=torch.device(d)).estimate(replace(WORK, tokens=16384, optimizer_step_tokens=32768))
+        for d in ("cpu", "cuda")
+    )
+    assert on_gpu.activations == pytest.approx(16384 / 1021 * small.activations)
 
 
 def test_models_that_run_unpacked_neither_copy_weights_for_rollouts_nor_run_concurrent_micro_batches():

@@ -26,7 +26,7 @@ from realign.models.network.encoder_decoder import EncoderDecoder
 from realign.models.network.heads import read_body, read_head
 from realign.models.network.images import NO_IMAGES
 from realign.models.network.output import PackedOutput, RowsOfRank, ScalarBranch, ScalarHead
-from realign.models.network.passes import Layout, Passes
+from realign.models.network.passes import Layout, Passes, most_lanes, most_rows
 from realign.models.network.probe import probe_branch
 from realign.models.network.routers import Routers
 from realign.models.network.settings import NetworkSettings
@@ -105,6 +105,10 @@ class Network(nn.Module):
         self._attention = settings.attention
         self._vocabulary = settings.vocabulary
         self._dropout = settings.dropout > 0
+        self._trained = sum(p.numel() for p in self.parameters() if p.requires_grad)
+        # ranks gather the weights for each pass, and need as many passes as the others
+        alone = self.device.type == "cpu" and not settings.divided
+        self._most_rows = most_rows(sum(p.numel() for p in self.parameters())) if alone else None
         self.draws = self._dropout or bool(self.trains.dropouts(module))
         """Whether training passes have dropout."""
 
@@ -150,8 +154,9 @@ class Network(nn.Module):
         if replays:
             self.check_replay()
         # routers cannot tell concurrent passes apart
-        threads = torch.get_num_threads() if parallel and self.abilities.parallel and not draws and not replays else 1
-        return Passes.of(data, mb_spec, share=share, threads=threads)
+        together = parallel and self.abilities.parallel and not draws and not replays
+        threads = min(torch.get_num_threads(), most_lanes(self._trained)) if together else 1
+        return Passes.of(data, mb_spec, share=share, threads=threads, most=self._most_rows)
 
     def check_replay(self) -> None:
         """Raise ConfigError if the model cannot replay choices of experts."""

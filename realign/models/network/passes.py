@@ -37,6 +37,17 @@ Result = TypeVar("Result")
 MIN_ROWS = 128
 """Minimum number of rows per lane. Splitting a smaller pass into two saves no time."""
 
+_LANE_BYTES = 2**30
+"""Memory of the gradients of all lanes. The operators of a model whose gradients need more are long, so that threads
+which compute one together rarely wait."""
+
+_PASS_PRODUCTS = 2**37
+"""Weights times rows of a pass on a CPU, a second or more of arithmetic. A longer pass saves no time, and each of its
+rows needs memory."""
+
+_SHORTEST_PASS = 256
+"""Rows of the passes of large models, for each of which a CPU reads all weights."""
+
 _MIN_SAVED = 0.05
 """Minimum fraction of a group's tokens that sharing must save. Attention in two pieces has a small overhead: on a CPU
 (4 layers, hidden size 256, groups of 2 and 8) training was equally fast at a fraction of 0.03, and 5% faster at
@@ -70,7 +81,9 @@ class Passes:
     """Number of passes that run concurrently."""
 
     @classmethod
-    def of(cls, data: SequenceSample, spec: MicroBatchSpec, *, share: bool, threads: int = 1) -> Passes:
+    def of(
+        cls, data: SequenceSample, spec: MicroBatchSpec, *, share: bool, threads: int = 1, most: int | None = None
+    ) -> Passes:
         """Split a batch into micro-batches by a budget of rows.
 
         Args:
@@ -78,20 +91,21 @@ class Passes:
             spec: the budget for all concurrent passes together.
             share: whether to compute common prefixes once, in groups where that saves at least `_MIN_SAVED`.
             threads: maximum number of concurrent passes.
+            most: see `in_lanes`.
 
         Raises:
             ValueError: see `plan_microbatches`.
         """
         lengths = data.lengths[TOKENS]
         if not share:
-            lanes, spec = in_lanes(lengths, lengths.total, spec, threads)
+            lanes, spec = in_lanes(lengths, lengths.total, spec, threads, most)
             batches = data.split(spec)
             return cls(batches, tuple(Layout.plain(part.lengths[TOKENS]) for part in batches), lanes)
         experts = experts_per_token(data)
         replayed = None if experts is None else experts.numpy()
         prefix_P = _worthwhile(common_prefixes(data[TOKENS].numpy(), lengths, replayed), lengths)
         saved = int((prefix_P * (lengths.counts - 1).clip(min=0)).sum())
-        lanes, spec = in_lanes(lengths, lengths.total - saved, spec, threads)
+        lanes, spec = in_lanes(lengths, lengths.total - saved, spec, threads, most)
         batches = data.split(spec, prefixes=prefix_P)
         # a micro-batch may have some sequences of a prompt only, and keeps prompts in the order of the batch
         owners = [prefix_P[np.unique(lengths.prompt_of_sequence[chosen])] for chosen in batches.plan]
@@ -262,7 +276,20 @@ def _positions(lengths: IntArray) -> IntArray:
     return np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
 
 
-def in_lanes(lengths: Lengths, rows: int, spec: MicroBatchSpec, threads: int) -> tuple[int, MicroBatchSpec]:
+def most_lanes(trained: int) -> int:
+    """Return the number of concurrent passes whose gradients leave room, for a model that trains so many weights."""
+    # each lane computes one gradient; one more waits to be added, and one is the sum
+    return max(1, _LANE_BYTES // (4 * max(1, trained)) - 2)
+
+
+def most_rows(weights: int) -> int:
+    """Return the number of rows beyond which a pass on a CPU only needs more memory, for a model of so many weights."""
+    return max(_SHORTEST_PASS, _PASS_PRODUCTS // max(1, weights))
+
+
+def in_lanes(
+    lengths: Lengths, rows: int, spec: MicroBatchSpec, threads: int, most: int | None = None
+) -> tuple[int, MicroBatchSpec]:
     """Choose the number of concurrent passes (lanes), and divide the budget and the rows among them.
 
     Args:
@@ -270,6 +297,7 @@ def in_lanes(lengths: Lengths, rows: int, spec: MicroBatchSpec, threads: int) ->
         rows: number of rows of all its passes together.
         spec: the budget for all concurrent passes together.
         threads: maximum number of lanes.
+        most: number of rows of a pass unless the longest sequence has more; None: only the budget limits them.
 
     Returns:
         The number of lanes and the spec of one lane. They are 1 and `spec` if the batch is too small to split, or if
@@ -277,8 +305,12 @@ def in_lanes(lengths: Lengths, rows: int, spec: MicroBatchSpec, threads: int) ->
     """
     limit = spec.max_tokens_per_microbatch
     longest = int((lengths.per_prompt if spec.whole_groups else lengths.flat).max(initial=1))
-    lanes = min(threads, rows // MIN_ROWS, threads if limit is None else limit // max(1, longest))
-    if lanes < 2:
+    lanes = max(1, min(threads, rows // MIN_ROWS, threads if limit is None else limit // max(1, longest)))
+    if most is not None:
+        enough = lanes * max(longest, most)
+        limit = enough if limit is None else min(limit, enough)
+        spec = replace(spec, max_tokens_per_microbatch=limit)
+    if lanes == 1:
         return 1, spec
     lane_limit = None if limit is None else limit // lanes
     # each lane has a part of the budget, so what would be one pass of the whole budget is one pass in every lane

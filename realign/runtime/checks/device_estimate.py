@@ -207,7 +207,8 @@ def work_of(experiment: Experiment, role: str, ranks: int = 1, longest: int | No
     plans = [experiment.interfaces[rpc.model].plan() for rpc in experiment.graph.rpcs if rpc.method == "generate"]
     group = max((plan.responses_per_prompt or 1 for plan in plans), default=1)
     steps = [experiment.interfaces[role].plan().n_minibatches] if role in experiment.interfaces else []
-    step_tokens = _step_tokens(experiment, group, prompt, response, longest)
+    sequence = prompt + response if response else _longest_row(experiment, longest)
+    step_tokens = experiment.batch_prompts * (group if response else 1) * sequence
     limit = experiment.microbatch.max_tokens_per_microbatch
     of_step = -(-step_tokens // max([1, *steps]))
     return MemoryWork(
@@ -220,18 +221,16 @@ def work_of(experiment: Experiment, role: str, ranks: int = 1, longest: int | No
         sequences=experiment.prompts_at_once * group,
         prompt=prompt,
         response=response,
+        sequence=sequence,
         references=tuple(shared[v].layers for v in views if shared[v].branch is Share.reference),
         ranks=ranks,
     )
 
 
-def _step_tokens(experiment: Experiment, group: int, prompt: int, response: int, longest: int | None) -> int:
-    """Return the largest number of tokens of a batch."""
-    if response:
-        return experiment.batch_prompts * group * (prompt + response)
+def _longest_row(experiment: Experiment, longest: int | None) -> int:
+    """Return the largest number of tokens of a row, if nothing is sampled."""
     row = experiment.data.max_tokens if isinstance(experiment.data, LimitsSequences) else None
-    limit = experiment.microbatch.max_tokens_per_microbatch
-    return experiment.batch_prompts * (longest or row or limit or ASSUMED_PROMPT)
+    return longest or row or experiment.microbatch.max_tokens_per_microbatch or ASSUMED_PROMPT
 
 
 def longest_prompt(experiment: Experiment) -> int:

@@ -14,7 +14,15 @@ from realign.api import Lengths, MicroBatchSpec, stat_values
 from realign.engines import OptimizerSpec, SharedModel, TransformersModel
 from realign.engines.shared_model import Share
 from realign.models import Causal, TopLayers, ValueHead
-from realign.models.network.passes import MIN_ROWS, ParallelPasses, SharedPrompts, in_lanes, side_by_side
+from realign.models.network.passes import (
+    MIN_ROWS,
+    ParallelPasses,
+    SharedPrompts,
+    in_lanes,
+    most_lanes,
+    most_rows,
+    side_by_side,
+)
 from realign.samplers.in_process import rollout_model
 from tests.tiny import random_sample, save_tiny, tiny_engine
 
@@ -72,6 +80,24 @@ def test_lanes_divide_the_budget(nested, limit, threads, whole_groups):
         assert cut.max_tokens_per_microbatch >= longest.max()
 
 
+@given(groups, st.none() | st.integers(1, 3000), st.integers(1, 8), st.integers(1, 400))
+def test_a_pass_is_no_longer_than_needed_and_has_room_for_every_sequence(nested, limit, threads, most):
+    lengths = Lengths.of(nested)
+    lanes, cut = in_lanes(lengths, lengths.total, MicroBatchSpec(limit), threads, most)
+    longest = int(lengths.flat.max(initial=1))
+    enough = max(longest, most)
+    assert cut.max_tokens_per_microbatch <= enough
+    assert limit is None or lanes * cut.max_tokens_per_microbatch <= limit
+    assert cut.max_tokens_per_microbatch >= min(longest, limit or longest)
+    assert lanes == in_lanes(lengths, lengths.total, MicroBatchSpec(limit), threads)[0]
+
+
+def test_large_models_take_shorter_passes_and_fewer_at_once():
+    tiny, smollm2, billions = 200_000, 134_515_008, 1_500_000_000
+    assert [most_lanes(n) for n in (0, tiny, smollm2, billions)][1:] == [1340, 1, 1]
+    assert [most_rows(n) for n in (0, tiny, smollm2, billions)][1:] == [687194, 1021, 256]
+
+
 @pytest.mark.parametrize("lanes", [1, 2])
 def test_an_exception_reaches_the_caller_and_ends_the_rest(lanes):
     begun = []
@@ -97,6 +123,18 @@ def test_training_is_the_same(share, limit):
     metrics, weights = trained(data, MicroBatchSpec(limit), shared_prompts=share)
     lanes = 3 if limit != 250 else 2
     assert metrics.pop("n_microbatches") >= lanes > want.pop("n_microbatches")
+    assert metrics == pytest.approx(want, rel=1e-5)
+    torch.testing.assert_close(weights, want_weights, atol=1e-6, rtol=1e-5)
+
+
+def test_shorter_passes_train_the_same(monkeypatch):
+    data = masked()
+    want, want_weights = trained(data)
+    monkeypatch.setattr("realign.models.network.passes._PASS_PRODUCTS", 1)
+    monkeypatch.setattr("realign.models.network.passes._SHORTEST_PASS", 70)
+    metrics, weights = trained(data)
+    # 550 tokens, with the longest sequence of 100 in each pass
+    assert metrics.pop("n_microbatches") >= 6 > want.pop("n_microbatches")
     assert metrics == pytest.approx(want, rel=1e-5)
     torch.testing.assert_close(weights, want_weights, atol=1e-6, rtol=1e-5)
 
