@@ -23,6 +23,8 @@ from realign.text import shorten, visible
 
 LONGEST = 1000
 """Maximum number of characters of a run of tokens; its middle is omitted."""
+PROMPT_END = 40
+"""Number of characters of a prompt that a line shows: a chat template begins every prompt alike."""
 SEQUENCES = 4
 """Maximum number of sequences of a row."""
 _STYLE = "bold green"
@@ -160,10 +162,12 @@ def _runs(ids: Tensor, given: Tensor) -> list[Tensor]:
 
 
 def as_one_line(record: Mapping[str, Any]) -> str:
-    """Return prompt and response of a record in one line. Observations of an environment are in brackets."""
+    """Return the end of the prompt and the response in one line. Observations of an environment are in brackets."""
+    prompt = record["prompt"]
+    shown = repr(prompt) if len(prompt) <= PROMPT_END else f"...{prompt[-PROMPT_END:]!r}"
     turns = record.get("turns", [record["response"]])
     turns_text = " ".join(f"[{text!r}]" if place % 2 else repr(text) for place, text in enumerate(turns))
-    return f"{record['prompt']!r} -> {turns_text}"
+    return f"{shown} -> {turns_text}"
 
 
 def show(console: Console, step: int, records: Sequence[dict[str, Any]]) -> None:
