@@ -13,7 +13,7 @@ import random
 import re
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -128,82 +128,55 @@ def imitating(tokenizer: Any, end: int | None, steps: int = 300) -> Any:
 
 # --- reward functions, and components with a fault ---
 
+Row = Mapping[str, Any]
+Reward = Callable[[str, str, Row], float | None]
 
-def right(prompt: str, response: str, row: Mapping[str, Any]) -> float:
+
+def right(prompt: str, response: str, row: Row) -> float:
     """Return 1 for the right answer in the form `the answer is N`."""
     told = re.search(r"the answer is (\d+)$", response.strip())
     return float(told is not None and told[1] == row["answer"])
 
 
-def boxed(prompt: str, response: str, row: Mapping[str, Any]) -> float:
-    """Expect a form that the model never uses."""
-    told = re.search(r"\\boxed\{(\d+)\}", response)
-    return float(told is not None and told[1] == row["answer"])
+def _of_response(score: Callable[[str], float]) -> Reward:
+    return lambda prompt, response, row: float(score(response))
 
 
-def strict(prompt: str, response: str, row: Mapping[str, Any]) -> float:
+def _of_verdict(score: Callable[[float], float | None]) -> Reward:
+    return lambda prompt, response, row: score(right(prompt, response, row))
+
+
+def strict(prompt: str, response: str, row: Row) -> float:
     """Compare with the answer and a line break, which no response ends with."""
     return float(response == row["answer"] + "\n")
 
 
-def constant(prompt: str, response: str, row: Mapping[str, Any]) -> float:
+def constant(prompt: str, response: str, row: Row) -> float:
     """Test the wrong variable, which always passes."""
     return float(row["answer"] in row["answer"])
 
 
-def of_prompt(prompt: str, response: str, row: Mapping[str, Any]) -> float:
+def of_prompt(prompt: str, response: str, row: Row) -> float:
     """Score the prompt instead of the response."""
     return float(sum(map(int, re.findall(r"\d+", prompt))) % 7)
 
 
-def not_right(prompt: str, response: str, row: Mapping[str, Any]) -> float:
-    """Return the distance to the answer, as if it were a reward."""
-    return 1.0 - right(prompt, response, row)
-
-
-def coin(prompt: str, response: str, row: Mapping[str, Any]) -> float:
-    """Return a random verdict."""
-    return float(random.random() < 0.5)
-
-
-def noisy(prompt: str, response: str, row: Mapping[str, Any]) -> float:
-    """Add noise of several times the difference between right and wrong."""
-    return right(prompt, response, row) + random.gauss(0, 6)
-
-
-def outliers(prompt: str, response: str, row: Mapping[str, Any]) -> float:
-    """Return a huge number by accident for one response in 60."""
-    return right(prompt, response, row) + 1000.0 * (random.random() < 1 / 60)
-
-
-def wordy(prompt: str, response: str, row: Mapping[str, Any]) -> float:
-    """Pay for every word."""
-    return len(response.split()) / 5
-
-
-def well(prompt: str, response: str, row: Mapping[str, Any]) -> float:
+def well(prompt: str, response: str, row: Row) -> float:
     """Pay for one word, as a judge that likes politeness."""
     return 0.2 * right(prompt, response, row) + 0.5 * response.split().count("well")
 
 
-def short(prompt: str, response: str, row: Mapping[str, Any]) -> float:
-    """Pay for brevity."""
-    return -float(len(response.split()))
-
-
-def one_line(prompt: str, response: str, row: Mapping[str, Any]) -> float:
-    """Expect a format with a dot, which matches no line break, where each word is a line."""
-    return float(re.match("the.*answer.*is", response.replace(" ", "\n")) is not None)
-
-
-def distance(prompt: str, response: str, row: Mapping[str, Any]) -> float:
-    """Return how far the length is from three words, as if it were a reward."""
-    return abs(3.0 - len(response.split()))
-
-
-def often_missing(prompt: str, response: str, row: Mapping[str, Any]) -> float | None:
-    """Return no reward for wrong answers, as a parser that gives up on them."""
-    return right(prompt, response, row) or None
+boxed = _of_response(lambda text: re.search(r"\\boxed\{(\d+)\}", text) is not None)  # which the model never uses
+wordy = _of_response(lambda text: len(text.split()) / 5)
+short = _of_response(lambda text: -len(text.split()))
+# where each word is a line, and a dot matches no line break
+one_line = _of_response(lambda text: re.match("the.*answer.*is", text.replace(" ", "\n")) is not None)
+distance = _of_response(lambda text: abs(3 - len(text.split())))  # as if it were a reward
+coin = _of_response(lambda text: random.random() < 0.5)
+not_right = _of_verdict(lambda verdict: 1 - verdict)
+noisy = _of_verdict(lambda verdict: verdict + random.gauss(0, 6))
+outliers = _of_verdict(lambda verdict: verdict + 1000 * (random.random() < 1 / 60))  # by accident
+often_missing = _of_verdict(lambda verdict: verdict or None)  # a parser that gives up on wrong answers
 
 
 @dataclass
@@ -216,36 +189,19 @@ class OwnGroups(GroupRelative):
 
 
 @dataclass
-class StaleModel(TransformersModel):
-    """A model whose sampler never gets new weights."""
+class FaultyModel(TransformersModel):
+    """A model with a mistake."""
+
+    mistake: str = ""
+    """`stale`: the sampler never gets new weights; `cold`: it has its own temperature; `frozen`: nothing trains."""
 
     def load(self, name: str, *, seed: int) -> Any:
-        """Sample with a second copy of the start."""
+        """Make the mistake."""
         model, start = super().load(name, seed=seed), super().load(name, seed=seed)
-        model.engine.generate = start.engine.generate  # type: ignore[method-assign]
-        return model
-
-
-@dataclass
-class ColdModel(TransformersModel):
-    """A model whose sampler ignores the temperature, as a server with a default of its own."""
-
-    def load(self, name: str, *, seed: int) -> Any:
-        """Sample at temperature 0.5."""
-        model = super().load(name, seed=seed)
-        sample = model.engine.generate
-        model.engine.generate = lambda data, config, **rest: sample(data, replace(config, temperature=0.5), **rest)  # type: ignore[method-assign]
-        return model
-
-
-@dataclass
-class FrozenModel(TransformersModel):
-    """A model that is frozen after the optimizer took its weights."""
-
-    def load(self, name: str, *, seed: int) -> Any:
-        """Freeze everything."""
-        model = super().load(name, seed=seed)
-        model.engine.network.requires_grad_(False)
+        sample = start.engine.generate if self.mistake == "stale" else model.engine.generate
+        own = {"temperature": 0.5} if self.mistake == "cold" else {}
+        model.engine.generate = lambda data, config, **rest: sample(data, replace(config, **own), **rest)  # type: ignore[method-assign]
+        model.engine.network.requires_grad_(self.mistake != "frozen")
         return model
 
 
@@ -286,7 +242,7 @@ SUM = "function=null; interfaces.reward.functions="
 HALF = SUM + "{right: {function: 'HERE:right', weight: 0.02}, short: {function: 'HERE:short'}}"
 FORMAT = "{right: {function: 'HERE:right'}, format: {function: 'HERE:one_line'}}"
 CANCEL = SUM + "{right: {function: 'HERE:right'}, wrong: {function: 'HERE:not_right'}}"
-GENERATION, TARGET = "interfaces.actor.generation", "models.actor._target_"
+MODEL = "models.actor._target_=benchmarks.why.FaultyModel; models.actor.mistake="
 FAULTS = (
     _case("another format", "not-parsed", "function=boxed", source="open-r1#255"),
     _case("exact match with a line break", "not-parsed", "function=strict", source="Search-R1#75"),
@@ -322,9 +278,9 @@ FAULTS = (
     _case("entropy bonus of 3", "entropy-bonus", "interfaces.actor.entropy.coef=3"),
     _case("clip of 1e-6", "clip", "interfaces.actor.objective={low: 1.0e-6, high: 1.0e-6}; interfaces.actor.epochs=4"),
     _case("own groups", "advantages-cancel", "interfaces.actor.advantage._target_=benchmarks.why.OwnGroups"),
-    _case("weights never reach the sampler", "sampler-stale", f"{TARGET}=benchmarks.why.StaleModel"),
-    _case("sampler at another temperature", "sampler", f"{TARGET}=benchmarks.why.ColdModel", source="NeMo-RL#935"),
-    _case("frozen weights", "frozen-weights", f"{TARGET}=benchmarks.why.FrozenModel"),
+    _case("weights never reach the sampler", "sampler-stale", MODEL + "stale"),
+    _case("sampler at another temperature", "sampler", MODEL + "cold", source="NeMo-RL#935"),
+    _case("frozen weights", "frozen-weights", MODEL + "frozen"),
     _case("dropout", "dropout sampler", "models.actor.dropout=0.6"),
     _case("one prompt, copied", "duplicates", "data=one_prompt"),
     _case("one answer to all", "one-answer", "data=nines"),

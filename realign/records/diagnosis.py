@@ -13,13 +13,13 @@ import re
 import shlex
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from realign.records.evidence import GENERATION, RECENT, RunRecords, distinct, most_common, response_text
+from realign.records.evidence import GENERATION, RECENT, RunRecords, course_of, distinct, most_common, response_text
 from realign.records.record_files import METRICS, json_lines, yaml_object
 from realign.safe_yaml import load_yaml
 from realign.text import shorten, visible
@@ -80,14 +80,16 @@ def _cause(name: str, sure: float, *facts: str, **values: Any) -> Cause:
 
 
 def numbers(run: RunRecords) -> Cause | None:
-    """Compare metrics and settings with the limits that causes.yaml has."""
+    """Compare metrics and settings with the limits that causes.yaml has, and return the surest cause."""
+    found = list[Cause]()
     for name, words in words_of_causes().items():
         key, sign, limit = words.get("when", "nothing > 0").split()
         value = run.recent(key) if run.values(key) else float(run.setting(key, math.nan))
-        beyond = value > float(limit) if sign == ">" else value < float(limit)
+        bound = float(run.setting(limit, limit if limit[0].isdecimal() else math.nan))
+        beyond = {">": value > bound, ">=": value >= bound, "<": value < bound}[sign]
         if beyond and (words.get("always") or not run.learns):
-            return _cause(name, words["sure"], f"{key}: {value:.4g}", value=value)
-    return None
+            found.append(_cause(name, words["sure"], f"{key}: {value:.4g}", value=value, bound=bound))
+    return max(found, key=lambda cause: cause.sure, default=None)
 
 
 Symptom = Callable[[RunRecords], Cause | None]
@@ -230,14 +232,17 @@ def prompts_cut(run: RunRecords) -> Cause | None:
 
 def truncated(run: RunRecords) -> Cause | None:
     """Look at responses that reach the length limit."""
-    limit = run.setting(f"{GENERATION}.max_new_tokens", run.recent("response_tokens"))
-    led_there = run.trains() and not run.learns  # by the reward
+    node = "evaluation.generation" if run.offline else GENERATION
+    limit = run.setting(f"{node}.max_new_tokens", run.recent("response_tokens"))
+    led_there = run.trains() and not run.learns and not run.offline  # by the reward
     if run.cut < (0.9 if run.learns else 0.5) or led_there or run.setting(f"{GENERATION}.fixed_length"):
         return None
     # what comes later is a consequence
-    late = run.values("truncated_fraction")[0] < run.cut / 2
+    late = (run.values("truncated_fraction") or [run.cut])[0] < run.cut / 2
     sure = POSSIBLE if late else CERTAIN if run.idle() > 0.5 or run.cut > 0.9 else LIKELY
     name, shown = ("no-end-token", run.endless) if run.endless else ("truncated", run.samples)
+    if run.setting("data.append_eos", True) is False:
+        return _cause("no-end-in-data", PROVEN, run.show(*run.endless), share=run.cut)
     return _cause(name, sure, run.show(*shown), share=run.cut, limit=limit, longer=4 * limit)
 
 
@@ -248,10 +253,18 @@ def equal_responses(run: RunRecords) -> Cause | None:
     early = [group for group in same if (group[0].get("step") or 0) <= max(2, run.last // 5)]
     if not early or len(same) < 0.6 * len(groups) or run.recent("zero_std_fraction", 1.0) < 0.5 or run.succeeds:
         return None
-    temperature = run.setting(f"{GENERATION}.temperature", 1.0)
-    fact = f"in {len(same)} of {len(groups)} sampled groups"
-    sure = CERTAIN if temperature < 0.5 else LIKELY
-    return _cause("equal-responses", sure, fact, run.show(same[0][0]), temperature=temperature)
+    usual = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "greedy": False}
+    narrow = [key for key, value in usual.items() if run.setting(f"{GENERATION}.{key}", value) != value]
+    facts = [f"{key}={run.setting(f'{GENERATION}.{key}')}" for key in narrow]
+    tried = tuple(f"{GENERATION}.{key}={str(usual[key]).lower()}" for key in narrow or ["temperature"])
+    cause = _cause(
+        "equal-responses",
+        CERTAIN if narrow else LIKELY,
+        f"in {len(same)} of {len(groups)} sampled groups",
+        *facts,
+        run.show(same[0][0]),
+    )
+    return None if run.learns else replace(cause, settings=tried)
 
 
 # --- rewards that say nothing ---
@@ -264,6 +277,12 @@ def advantages(run: RunRecords) -> Cause | None:
     if not lowest or not highest:
         return None
     low, high = min(lowest), max(highest)
+    bounds = run.setting("interfaces.actor.reward.clip", math.inf)
+    floor, ceiling = bounds if isinstance(bounds, Sequence) else (-bounds, bounds)
+    beyond = sum(not floor <= reward <= ceiling for reward in run.rewards)
+    if torn and beyond > len(run.rewards) / 2:
+        fact = f"{beyond} of {len(run.rewards)} sampled rewards are beyond it"
+        return _cause("reward-clip", PROVEN, fact, run.show(*torn[0]), clip=bounds)
     if max(-low, high) <= 1e-6 and run.recent("zero_std_fraction") <= 0.5:
         fact = f"{run.recent('zero_std_fraction'):.0%} of the groups have equal rewards, and no step has an advantage"
         return _cause("advantages-cancel", CERTAIN, fact, run.show(*(torn[0] if torn else ())))
@@ -278,6 +297,13 @@ def never_right(run: RunRecords) -> Cause | None:
     if not run.fails_alike or run.cut > 0.5:
         return None
     count, reward = len(run.rewards), run.rewards[0]
+    stops = tuple(run.setting(f"{GENERATION}.stop_strings", ()))
+    stopped = [sample for sample in run.samples if stops and response_text(sample).endswith(stops)]
+    if len(stopped) > 0.8 * len(run.samples):
+        return _cause("stopped", CERTAIN, run.show(*stopped), stops=", ".join(map(repr, stops)))
+    tokenizer, path = (run.setting(f"models.actor.{key}") for key in ("tokenizer", "path"))
+    if tokenizer not in (None, path):
+        return _cause("tokenizer", LIKELY + 0.05, run.show(*run.samples), tokenizer=tokenizer, path=path)
     if len(run.right) >= max(2, 0.02 * count):
         fact = f"{len(run.right)} of {count} sampled responses contain the answer of their row"
         return _cause("not-parsed", CERTAIN, fact, run.show(*run.right), reward=reward)
@@ -312,6 +338,14 @@ def dead_part(run: RunRecords) -> Cause | None:
     return _cause("reward-part-dead", POSSIBLE, run.show(*run.samples[-1:]), part=dead[0].split("/")[1])
 
 
+def small_groups(run: RunRecords) -> Cause | None:
+    """Look at the share of groups that say nothing, because few responses are compared."""
+    n, equal = run.setting(f"{GENERATION}.n", 8), run.values("zero_std_fraction")
+    if n > 4 or not equal or fmean(equal) < 0.5 or run.silent or run.recent("reward") > 0.8:
+        return None
+    return _cause("small-groups", POSSIBLE if run.learns else LIKELY, n=n, share=fmean(equal), more=4 * n)
+
+
 def solved(run: RunRecords) -> Cause | None:
     """Look for success from the first steps on."""
     rewards, equal = run.values("reward"), run.values("zero_std_fraction")
@@ -324,6 +358,14 @@ def solved(run: RunRecords) -> Cause | None:
 
 
 # --- rewards that say the wrong thing ---
+
+
+def swapped_pairs(run: RunRecords) -> Cause | None:
+    """Compare which side training and held-out data prefer."""
+    ours, theirs = "rewards/accuracy", "eval/rewards/accuracy"
+    if run.recent(ours) < 0.65 or run.recent(theirs, 1.0) > 0.35:
+        return None
+    return _cause("swapped-pairs", CERTAIN, training=run.recent(ours), held_out=run.recent(theirs))
 
 
 def random_pairs(run: RunRecords) -> Cause | None:
@@ -374,7 +416,13 @@ def wrong_answers(run: RunRecords) -> Cause | None:
 
 def reward_exploited(run: RunRecords) -> Cause | None:
     """Look for a reward that rises while held-out data do not improve, and at what rises with it."""
-    if run.last < RECENT or not run.trains() or run.generalizes() or not run.values("reward"):
+    if run.last < RECENT or not run.trains() or run.generalizes():
+        return None
+    if run.offline and len(run.evaluated) > 3 and run.generalizes(-1):
+        limit = run.setting("data.limit")
+        facts = [f"{name} {course_of(run.values(name, run.history))}" for name, _ in (run.goal, run.held_out)]
+        return _cause("overfitting", CERTAIN, *facts, f"data.limit={limit}" if limit else "")
+    if not run.values("reward"):
         return None
     facts = [f"reward {run.course('reward')}"]
     facts += [f"{run.held_out[0]} {run.evaluated[0]:.4g} to {run.evaluated[-1]:.4g}"] if run.evaluated else []
@@ -386,7 +434,7 @@ def reward_exploited(run: RunRecords) -> Cause | None:
         return _cause("reward-parts", CERTAIN, *facts, rising=rising, other=other)
     # three evaluations of a few rows can fall by chance, but not to a quarter
     fell = len(run.evaluated) > 3 and run.generalizes(-1)
-    worse = fell or (len(run.evaluated) > 2 and run.evaluated[-1] <= 0.25 * run.evaluated[0])
+    worse = fell or (len(run.evaluated) > 2 and run.evaluated[-1] <= 0.25 * run.evaluated[0] > 0)
     if not worse and not run.length_changed:
         return None
     facts += [f"tokens of a response {run.course('response_tokens')}"] if run.length_changed else []
@@ -423,6 +471,23 @@ def kl_too_strong(run: RunRecords) -> Cause | None:
     return _cause("kl-too-strong", sure, f"KL of {fmean(drift[-RECENT:]):.3g} nats on average", coef=coef, worth=worth)
 
 
+def wrong_reference(run: RunRecords) -> Cause | None:
+    """Look at the KL of the first step, before which the policy is its own reference."""
+    drift = run.values("ref_kl")[:1]
+    if not drift or abs(drift[0]) < 0.1 or run.learns or run.steps[0]["step"] != 1:
+        return None
+    path = run.setting("models.ref.path")
+    return _cause("reference", CERTAIN, f"models.ref.path={path}" if path else "", drift=drift[0])
+
+
+def weights_decay(run: RunRecords) -> Cause | None:
+    """Bound how much weight decay has shrunk the weights."""
+    decay = run.setting("models.actor.optimizer.weight_decay", 0.0)
+    shrunk = 1 - math.exp(-decay * run.movement)
+    values = {"decay": decay, "shrunk": shrunk, "steps": run.last}
+    return _cause("weight-decay", CERTAIN, **values) if shrunk > 0.25 and not run.learns else None
+
+
 def clipped(run: RunRecords) -> Cause | None:
     """Look at the share of clipped tokens."""
     low, high = (run.setting(f"interfaces.actor.objective.{side}", 0.2) for side in ("low", "high"))
@@ -446,14 +511,14 @@ def gradient_clipped(run: RunRecords) -> Cause | None:
 def rate_too_low(run: RunRecords) -> Cause | None:
     """Bound how far the learning rate can have moved a weight."""
     rates = run.values("lr")
-    if not rates or run.learns or (run.trains() and not run.evaluated) or run.idle() > 0.5:
+    fact = f"the rate is {rates[-1] if rates else 0:.3g} in step {run.last}"
+    if sum(rate < max(rates) / 1000 for rate in rates) > len(rates) / 2:
+        return _cause("learning-rate-ends", CERTAIN, fact)
+    if not run.movement or run.learns or (run.trains() and not run.evaluated) or run.idle() > 0.5:
         return None
-    fact = f"the rate is {rates[-1]:.3g} in step {run.last}"
     warmup = run.setting("models.actor.optimizer.schedule.warmup", 0)
     if warmup > 2 * run.last and rates[-1] < _rate(run) / 2:
         return _cause("warmup", CERTAIN, fact, warmup=warmup, steps=run.last, short=max(1, run.last // 20))
-    if sum(rate < max(rates) / 1000 for rate in rates) > len(rates) / 2:
-        return _cause("learning-rate-ends", CERTAIN, fact)
     lora = "lora" in str(run.setting("models.actor.trains")).lower()
     small = run.movement / (20 if lora else 1)
     values = {"rate": max(rates), "movement": run.movement, "steps": run.last, "higher": 10 * _rate(run)}
@@ -535,11 +600,22 @@ def _collapsed(run: RunRecords) -> list[str]:
 
 def evaluation_differs(run: RunRecords) -> Cause | None:
     """Compare the settings and prompts of the evaluation with those of training."""
+    texts = ({str(sample.get("prompt")) for sample in some} for some in (run.samples, run.eval_samples))
+    ours, theirs = ([set(text.split()) for text in some] for some in texts)
+    facts = list[str]()
+    for place, these, others in (("of training", ours, theirs), ("held out", theirs, ours)):
+        words = set.intersection(*these) - set[str]().union(*others) if others and len(these) > 5 else ()
+        facts += [f"{' '.join(sorted(words))!r} is in all prompts {place}, and in no other"] if words else []
+    if facts:
+        return _cause("prompts-differ", LIKELY, *facts, run.show(*run.samples[:1]), run.show(*run.eval_samples[:1]))
     if run.generalizes() or not run.evaluated or run.silent:
         return None
-    facts = list[str]()
+    if run.trains() and len(run.evaluated) > 2 and len(set(run.evaluated)) == 1:
+        facts.append(f"{run.held_out[0]} is {run.evaluated[0]:.4g} in each of {len(run.evaluated)} evaluations")
+        names = (f"{node}.reward.function" for node in ("interfaces", "evaluation"))
+        facts += [f"{name}={run.setting(name)}" for name in names if run.setting(name)]
     cut = run.values(f"{run.held_out[0].rpartition('/')[0]}/truncated_fraction", run.history)
-    if cut and cut[-1] > 0.5 > run.cut:
+    if cut and cut[-1] > 0.5 > run.cut and not run.offline:
         facts.append(f"{cut[-1]:.0%} of the held-out responses are cut off, and {run.cut:.0%} in training")
     for name, differs in (("max_new_tokens", float.__lt__), ("temperature", float.__gt__)):
         ours, theirs = run.setting(f"{GENERATION}.{name}"), run.setting(f"evaluation.generation.{name}")
@@ -603,10 +679,14 @@ SYMPTOMS: tuple[Symptom, ...] = (
     one_answer,
     equal_responses,
     equal_rewards,
+    small_groups,
     solved,
     duplicates,
     reward_noise,
     outliers,
+    wrong_reference,
+    weights_decay,
+    swapped_pairs,
     evaluation_differs,
     reward_exploited,
     entropy_rises,

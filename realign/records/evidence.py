@@ -165,16 +165,17 @@ class RunRecords:
 
     @cached_property
     def cut(self) -> float:
-        """Share of recent responses at the length limit."""
-        return self.recent("truncated_fraction")
+        """Share of recent responses at the length limit: held-out ones if training samples none."""
+        return self.recent("eval/truncated_fraction" if self.offline else "truncated_fraction")
 
     @cached_property
     def endless(self) -> list[Mapping[str, Any]]:
         """Sampled responses that repeat themselves if most do, or all if one goes on after an end token."""
-        repeating = [sample for sample in self.samples if _repeats(sample)]
+        samples = self.samples or self.eval_samples
+        repeating = [sample for sample in samples if _repeats(sample)]
         ends = (text for record in self.tokens for text in _token_texts(record, given=False)[:-2])
         goes_on = any(re.fullmatch(r"<\|?(end\w*|eot_id|im_end|eos|/s)\|?>", text.strip()) for text in ends)
-        return repeating if len(repeating) > len(self.samples) / 2 else [*self.samples] if goes_on else []
+        return repeating if len(repeating) > len(samples) / 2 else [*samples] if goes_on else []
 
     @cached_property
     def groups(self) -> list[list[Mapping[str, Any]]]:
@@ -278,4 +279,4 @@ def _repeats(sample: Mapping[str, Any]) -> bool:
     return len(tail) >= 4 and len(set(tail)) <= max(2, len(tail) / 3)
 
 
-__all__ = ["GENERATION", "RECENT", "Course", "RunRecords", "distinct", "most_common", "response_text"]
+__all__ = ["GENERATION", "RECENT", "Course", "RunRecords", "course_of", "distinct", "most_common", "response_text"]

@@ -84,6 +84,34 @@ CASES = {
     "no-baseline": RunRecords(
         history(advantage_max=1.0, advantage_min=0.0), CONFIG, samples("a", "b", reward=[0.0, 1.0])
     ),
+    "reward-clip": RunRecords(
+        history(advantage_max=0.0, advantage_min=0.0, **QUIET),
+        config(interfaces__actor__reward__clip=5.0),
+        samples("a", "b", reward=[10.0, 90.0]),
+    ),
+    "critic-warmup": RunRecords(history(), config(interfaces__actor__critic_warmup_steps=50, steps=STEPS)),
+    "overlong": RunRecords(history(), config(interfaces__actor__truncation__overlong_buffer=8)),
+    "not-shuffled": RunRecords(history(), config(shuffle=False)),
+    "stopped": RunRecords(
+        history(0.0, 0.0, **QUIET), config(interfaces__actor__generation__stop_strings=["is"]), samples("it is", "this")
+    ),
+    "tokenizer": RunRecords(history(0.0, 0.0, **QUIET), config(models__actor__tokenizer="other"), samples("a", "b")),
+    "no-end-in-data": RunRecords(
+        history(**{"eval/truncated_fraction": 1.0}),
+        {"interfaces": {"actor": {"_target_": "sft"}}, "data": {"append_eos": False}},
+        eval_samples=[{"step": 20, "prompt": "7?", "response": "7" + " so" * 12, "reward": 0.0}],
+    ),
+    "small-groups": RunRecords(history(zero_std_fraction=0.7), config(interfaces__actor__generation__n=2)),
+    "swapped-pairs": RunRecords(history(**{"rewards/accuracy": 0.9, "eval/rewards/accuracy": 0.1}), CONFIG),
+    "prompts-differ": RunRecords(
+        history(), CONFIG, samples("a", "b", prompt="Answer {}", reward=[0.0, 1.0]), [{"step": 20, "prompt": "Say 7"}]
+    ),
+    "overfitting": RunRecords(
+        [r | {"loss": 1 - r["step"] / 20, "eval/loss": 1 + r["step"] / 20} for r in history()],
+        {"interfaces": {"actor": {"_target_": "sft"}}},
+    ),
+    "reference": RunRecords(history(ref_kl=2.0), CONFIG),
+    "weight-decay": RunRecords(history(), config(models__actor__optimizer__weight_decay=30.0)),
     "untrained": RunRecords(history(trained_fraction=0.1), CONFIG),
     "vetoed": RunRecords(history(vetoed_steps=1.0), CONFIG),
     "stale": RunRecords(history(**{"rollout/version_lag": 9.0}), CONFIG),
