@@ -20,9 +20,9 @@ from tests.docs.test_docs import HUB_MODEL, PROGRAM, ROOT
 
 PAGES = ("README.md", "docs/quickstart-python.md")
 STATED = re.compile(
-    r"In the first step (\d+)% of the sampled answers are right, in the tenth (\d+)%.+?(\d+\.\d) GiB", re.DOTALL
+    r"In the first step (\d+)% of the sampled answers are right, in the tenth (\d+)%.+?(\d+) GiB", re.DOTALL
 )
-SHOWN = re.compile(r"^step (\d+): reward 1   (.+)$", re.MULTILINE)
+SHOWN = re.compile(r"^step (\d+): reward 1  (.+)$", re.MULTILINE)
 
 
 def below_the_program(name: str) -> str:
@@ -61,4 +61,4 @@ def test_the_readme_prints_what_its_first_program_does(tmp_path):
     assert (tmp_path / "my-model/model.safetensors").is_file()
     # kibibytes of the largest child of this process
     used = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20
-    assert used < min(8, 1.3 * memory)
+    assert used < memory
