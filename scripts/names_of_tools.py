@@ -121,6 +121,7 @@ def problems_of(tool: str, folder: Path) -> list[str]:
     rules = read_own_yaml(RULES / f"{tool}.yaml")
     named, lines = settings_of_rules(rules), []
     patterns = [x for entry in rules["bookkeeping"] for x in (entry if isinstance(entry, list) else entry["names"])]
+    patterns += rules["neutral"]
     patterns += [x for entry in rules["recognize"] for x in entry.get("has", ()) if "refuse" in entry]
     for full, default in dict(names_of(tool, folder)).items():
         kind, _, name = full.rpartition(":")

@@ -138,12 +138,18 @@ def translate_source(tool: str, source: Source, kind: str = "") -> Imported:
     for name, value in canonical.items():
         if name in unknown:
             continue
+        given, neutral = typed_as.get(name, name), _neutral_values(rules, name)
         if name in fates:
-            imported.fates[typed_as.get(name, name)] = fates[name]
-        elif value in (None, "") or _is_bookkeeping(rules, name, settings):
-            imported.fates[typed_as.get(name, name)] = "bookkeeping"
+            imported.fates[given] = fates[name]
+        elif value in (None, "", [], {}) or any(_same(value, x) for x in neutral or ()):
+            imported.fates[given] = "bookkeeping"
+        elif neutral is not None:
+            imported.fates[given] = "no equivalent"
+            imported.refused.append(f"{given}={_text(value)} is not available.")
+        elif _is_bookkeeping(rules, name, settings):
+            imported.fates[given] = "bookkeeping"
         else:
-            waiting[typed_as.get(name, name)] = f"{name}={_text(value)}"
+            waiting[given] = f"{name}={_text(value)}"
     _add_waiting(waiting, own, rules, imported)
     first = {key: own[key] for key in ("experiment", "algorithm") if key in own}
     imported.overrides = [f"{key}={value}" for key, value in (first | own).items()]
@@ -321,6 +327,12 @@ def _recognized(rules: Mapping[str, Any], settings: Mapping[str, Any], source: S
     kinds = [f"{rules['tool'].lower()}-{kind}" for kind in rules["kinds"]]
     example = f"`realign import {kinds[0]} FILE`"
     raise ConfigError(f"nothing in this config says what it trains. Say it, as in {example}: {', '.join(kinds)}")
+
+
+def _neutral_values(rules: Mapping[str, Any], name: str) -> list[Any] | None:
+    """Return the values with which a setting that has no equivalent changes nothing; None if it isn't such a one."""
+    found = (values for pattern, values in rules["neutral"].items() if fnmatch.fnmatchcase(name, pattern))
+    return next(found, None)
 
 
 def _is_bookkeeping(rules: Mapping[str, Any], name: str, settings: Mapping[str, Any]) -> bool:

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from realign.config.errors import ConfigError
+from realign.data.hub import is_hub_name
 from realign.safe_yaml import load_yaml
 
 MOST_SETTINGS = 2_000
@@ -176,7 +177,14 @@ def _sources(datasets: Any) -> list[dict[str, Any]] | None:
     items = [x for x in datasets if isinstance(x, dict)] if isinstance(datasets, list) else []
     found = [{keys[k]: v for k, v in item.items() if k in keys and v not in (None, "default")} for item in items]
     found = [source for source in found if not str(source.get("split", "")).startswith("test")]
-    return found or None
+    return [
+        {**x, "split": split} if (split := _split(x["path"], x.get("split", "train"))) else x for x in found
+    ] or None
+
+
+def _split(path: Any, split: str) -> str | None:
+    """Return the split to read, which the other tools call train where a config has none. A file has no splits."""
+    return split if split != "train" or (isinstance(path, str) and is_hub_name(path)) else None
 
 
 _FUNCTIONS: Mapping[str, Callable[..., Any]] = MappingProxyType(
@@ -189,11 +197,13 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = MappingProxyType(
         "functions": _functions,
         "weights": _weights,
         "sources": _sources,
+        "split": _split,
         "size": _size,
         "part": lambda text, mark, i: x[i] if len(x := str(text).split(mark)) > i else None,
         "text": str,
         "options": lambda *words: " ".join(f"{x} {y}" for x, y in pairwise(words) if str(x)[:2] == "--" and y != ""),
         "starts": lambda text, start: str(text).startswith(start),
+        "contains": lambda text, word: word in str(text),
     }
 )
 """Functions of formulas, besides arithmetic."""

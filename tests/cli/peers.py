@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import ChainMap
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -68,12 +68,21 @@ def meaning_of_experiment(experiment: Experiment) -> Meaning:
         "correction": None,
     }
     if (correction := actor.correction) is not None:
-        rejected = correction.rejection and (correction.rejection.floor, correction.rejection.cap)
-        found["correction"] = (correction.weight.level.name, correction.weight.cap, rejected)
+        weight, rejects = correction.weight, correction.rejection
+        rejected = rejects and (rejects.level.name, rejects.floor, rejects.cap, correction.keep_in_divisor)
+        found["correction"] = (weight.level.name, weight.floor, weight.cap, rejected)
+    found["ratio to"] = "rollout" if correction is None and not actor.recompute else "recomputed"
     if "critic" in experiment.interfaces:
-        critic = experiment.interfaces["critic"]
-        found["critic"] = (critic.objective.clip, experiment.models["critic"].optimizer.lr)
+        critic, optimizer = experiment.interfaces["critic"], experiment.models["critic"].optimizer
+        found["critic"] = (critic.objective.clip, optimizer.lr, optimizer.weight_decay, tuple(optimizer.betas))
+        found["critic"] += (optimizer.grad_clip, critic.n_minibatches, critic.epochs)
     return found
+
+
+def rejecting(level: str, low: float | None, high: float | None, weight: str = "token") -> tuple[Any, ...]:
+    """Describe a correction with ratios as weights, that drops tokens or responses outside a range of ratios, and
+    counts them in the divisor."""
+    return (weight, None, None, (level, low, high, True))
 
 
 def meaning(tool: str, kind: str, settings: Mapping[str, Any]) -> Meaning:
@@ -137,9 +146,18 @@ def _verl(kind: str, s: Mapping[str, Any], _: Mapping[str, Any]) -> Meaning:
         "n": s["actor_rollout_ref.rollout.n"],
         "temperature": s["actor_rollout_ref.rollout.temperature"],
         "entropy": actor["entropy_coeff"],
+        "ratio to": "recomputed",  # trainer/ppo/ray_trainer.py: old_log_prob of the actor, unless bypass_mode
     }
-    critic = {"critic": (s["critic.cliprange_value"], s["critic.optim.lr"])} if estimator == "gae" else {}
-    return found | critic
+    assert not s.get("algorithm.rollout_correction.rollout_is")
+    optimizer = tuple(s[f"critic.optim.{name}"] for name in ("lr", "weight_decay", "betas", "clip_grad"))
+    steps = (found["minibatches"], found["epochs"])  # critic.yaml takes them from the actor
+    assert not {"critic.ppo_mini_batch_size", "critic.ppo_epochs"} & {*s}
+    critic = {"critic": (s["critic.cliprange_value"], *_tupled(optimizer), *steps)}
+    return found | (critic if estimator == "gae" else {})
+
+
+def _tupled(values: Iterable[Any]) -> tuple[Any, ...]:
+    return tuple(tuple(x) if isinstance(x, list) else x for x in values)
 
 
 def _openrlhf(kind: str, s: Mapping[str, Any], _: Mapping[str, Any]) -> Meaning:
@@ -179,9 +197,34 @@ def _openrlhf(kind: str, s: Mapping[str, Any], _: Mapping[str, Any]) -> Meaning:
         "n": s["rollout.n_samples_per_prompt"],
         "temperature": s["rollout.temperature"],
         "entropy": s["actor.entropy_coef"] or 0,
+        "correction": None if gspo else _openrlhf_correction(s),
+        # models/loss.py, PolicyLoss: with a correction, GSPO takes the log-probs of vLLM as the old ones
+        "ratio to": "rollout" if gspo and _openrlhf_correction(s) else "recomputed",
     }
-    critic = {"critic": (s["critic.value_clip"], s["critic.adam.lr"])} if estimator == "gae" else {}
-    return found | critic
+    optimizer = (*(s[f"critic.adam.{name}"] for name in ("lr", "weight_decay", "betas")), s["critic.max_norm"])
+    critic = {"critic": (s["critic.value_clip"], *_tupled(optimizer), found["minibatches"], found["epochs"])}
+    return found | (critic if estimator == "gae" else {})
+
+
+def _openrlhf_correction(s: Mapping[str, Any]) -> tuple[Any, ...] | None:
+    """Return what PolicyLoss of models/loss.py does with log-probs of vLLM.
+
+    `is_correction_enable` and `is_correction_type` are those of 0.11.0, which the published scripts have, the level,
+    mode and gating those of 0.11.2. Both weigh the loss of a token by the ratio of the actor to vLLM, without gradient.
+    """
+    limits = s["algo.advantage.is_correction_threshold"]
+    low, high = limits if len(limits) == 2 else (0, *limits)
+    low = low or None  # a ratio is above 0
+    level, mode = s["algo.advantage.is_correction_level"], s["algo.advantage.is_correction_mode"]
+    if s["algo.advantage.is_correction_enable"]:
+        kind = s["algo.advantage.is_correction_type"]
+        level, mode = {"tis": ("token", "clip"), "icepop": ("token", "mask"), "seq-mask-tis": ("seq", "mask")}[kind]
+    if level == "off":
+        return None
+    assert s["algo.advantage.is_correction_gating"] == "ratio"
+    if mode == "clip":
+        return ("token", low, high, None)
+    return rejecting("token" if level == "token" else "geometric", low, high)  # exp of the mean log-ratio
 
 
 def _areal(kind: str, s: Mapping[str, Any], given: Mapping[str, Any]) -> Meaning:
@@ -209,7 +252,8 @@ def _areal(kind: str, s: Mapping[str, Any], given: Mapping[str, Any]) -> Meaning
     section = "actor.rejection_sampling"
     rejects = s["actor.use_decoupled_loss"] and any(name.startswith(section) for name in given)
     assert not rejects or s[f"{section}.action"] == "mask"  # which drops tokens, and weighs the others by their ratio
-    correction = (s[f"{section}.level"], None, (s[f"{section}.lower"], s[f"{section}.upper"])) if rejects else None
+    level = s[f"{section}.level"]
+    limits = (s[f"{section}.lower"], s[f"{section}.upper"])
     if s["actor.use_sapo_loss"]:
         objective = ("Sapo", {"tau_pos": s["actor.sapo_tau_pos"], "tau_neg": s["actor.sapo_tau_neg"]})
     found |= {
@@ -224,10 +268,14 @@ def _areal(kind: str, s: Mapping[str, Any], given: Mapping[str, Any]) -> Meaning
         "n": s["gconfig.n_samples"],
         "temperature": s["gconfig.temperature"],
         "entropy": 0,
-        "correction": correction,
+        "correction": rejecting(level, *limits, weight=level) if rejects else None,
+        # trainer/ppo/actor.py: prox_logp if it is recomputed, else the log-probs of the servers
+        "ratio to": "recomputed" if s["actor.use_decoupled_loss"] or s["actor.recompute_logprob"] else "rollout",
     }
-    critic = {"critic": (s["critic.eps_clip"], s["critic.optimizer.lr"])} if given.get("critic.path") else {}
-    return found | critic
+    names = ("lr", "weight_decay", "beta1", "beta2", "gradient_clipping")
+    lr, decay, beta1, beta2, norm_limit = (s[f"critic.optimizer.{name}"] for name in names)
+    critic = (s["critic.eps_clip"], lr, decay, (beta1, beta2), norm_limit, s["critic.ppo_n_minibatches"], 1)
+    return found | ({"critic": critic} if given.get("critic.path") else {})
 
 
 def _trl(kind: str, s: Mapping[str, Any], _: Mapping[str, Any]) -> Meaning:
@@ -262,7 +310,7 @@ def _trl(kind: str, s: Mapping[str, Any], _: Mapping[str, Any]) -> Meaning:
         "n": s["num_generations"],
         "temperature": s["temperature"],
         "entropy": s["entropy_coef"],
-        "correction": (level, None, limits) if corrects else None,
+        "correction": rejecting(level, *limits, weight=level) if corrects else None,
     }
 
 

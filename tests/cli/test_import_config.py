@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import inspect
 import json
 import re
 import sys
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,13 +28,18 @@ from realign.cli.import_readers import Source, read_sources
 from realign.config import build_experiment, compose
 from realign.config.command_line import prepare
 from realign.config.errors import ConfigError
+from realign.data.hub import is_hub_name
+from realign.data.row_sources import RowSource
+from realign.engines.transformers_model import TransformersModel
+from realign.safe_yaml import load_yaml
 from tests.cli.peers import meaning, meaning_of_experiment
 from tests.docs.pages import blocks
-from tests.tiny import save_tiny, tiny_tokenizer
+from tests.tiny import save_tiny, tiny_model, tiny_tokenizer
 
 TOOLS = sorted(path.stem for path in RULES.glob("*.yaml"))
 PAGE = Path(__file__).parents[2] / "docs" / "migration.md"
 PUBLISHED = yaml.load(Path(__file__).with_name("published.yaml").read_text(encoding="utf-8"), yaml.CSafeLoader)
+ROWS_OF = yaml.load(Path(__file__).with_name("published_rows.yaml").read_text(encoding="utf-8"), yaml.CSafeLoader)
 BY_SOURCE = {config["source"]: config for config in PUBLISHED}
 LOSSES = [
     pytest.param(row, tool, id=f"{tool} {row}")
@@ -126,7 +133,7 @@ FATES = ("command", "no equivalent", "by hand", "bookkeeping")
 
 
 def row_of(config: dict[str, Any]) -> str:
-    """Import a published config, check it, and return its row in the table of the page."""
+    """Import a published config, and return its row in the table of the page."""
     given = settings_of(config)
     imported = translate_source(config["tool"], Source(dict(given), config["program"]))
     assert config["kind"] in imported.title
@@ -141,13 +148,119 @@ def row_of(config: dict[str, Any]) -> str:
     file = file.removeprefix("examples/").removeprefix("scripts/")
     tool = repository.split("/")[1].split("@")[0]
     kept = " + ".join(str(fates[fate]) for fate in FATES)
-    return f"| {tool} `{file}` | {config['kind']} | {len(theirs)} | {len(given)} = {kept} |"
+    also = ", ".join(stand_ins(config["tool"], words(imported))) or "-"
+    return f"| {tool} `{file}` | {config['kind']} | {len(theirs)} | {len(given)} = {kept} | {also} |"
 
 
 @pytest.mark.parametrize("config", PUBLISHED, ids=lambda config: config["source"].split(": ")[1])
 def test_a_published_config_has_its_kind_and_loss_and_no_value_is_lost(config):
     """`python -m tests.cli.test_import_config` writes the rows."""
     assert row_of(config) in PAGE.read_text(encoding="utf-8").splitlines()
+
+
+REWARDS = """\
+def verl(data_source, solution_str, ground_truth, extra_info=None):
+    return float(ground_truth in solution_str)
+
+
+def openrlhf(queries, prompts, labels=""):
+    return [len(query) % 2 for query in queries]
+
+
+def areal(prompt, completions, prompt_ids, completion_ids, answer, **kwargs):
+    return float(answer in completions)
+
+
+def trl(completions, solution, **kwargs):
+    return [len(completion) % 2 for completion in completions]
+"""
+"""Reward functions with the arguments that each tool passes."""
+
+
+def stand_ins(tool: str, command: dict[str, str]) -> dict[str, list[str]]:
+    """Return what a command needs besides models and data, with the overrides that do without it."""
+    several = load_yaml(command.get("interfaces.reward.functions", "null")) or {}
+    found = {
+        "reward": [f"interfaces.reward.functions.{name}.function=rewards.py:{tool}" for name in several],
+        "server": ["models.actor.sampler=in_process_sampling"] * ("models.actor.sampler" in command),
+        "4 bits": ["models.actor.load_in_4bit=false"] * ("models.actor.load_in_4bit" in command),
+    }
+    if "interfaces.reward.function" in command and not several:
+        found["reward"] = [f"interfaces.reward.function=rewards.py:{tool}"]
+    return {name: overrides for name, overrides in found.items() if overrides}
+
+
+def write_rows(source: RowSource, of: str, rows: int) -> str:
+    """Write rows in the columns of a source, and return it with their place: a folder with two splits for a hub
+    dataset."""
+    kind = max((name for name in ROWS_OF if name in f"{source.path} of {of}"), key=len)
+    folder, hub = Path("rows", kind.replace("/", "-")), is_hub_name(source.path)
+    splits = (source.split or "train", "another")
+    for file in [f"data/{split}-00000-of-00001.jsonl" for split in splits] if hub else ["rows.jsonl"]:
+        (folder / file).parent.mkdir(exist_ok=True, parents=True)
+        (folder / file).write_text(f"{json.dumps(ROWS_OF[kind])}\n" * rows)
+    columns = ", ".join(f"{new}: {old}" for new, old in source.columns.items())
+    place = folder if hub else folder / "rows.jsonl"
+    return f"{{path: {place}, split: {source.split or 'null'}, columns: {{{columns}}} }}"
+
+
+def check(config: dict[str, Any]) -> None:
+    """Write a config as an experiment file in this folder, and run `realign check` of it with tiny models."""
+    imported = translate_source(config["tool"], Source(settings_of(config), config["program"]))
+    Path("experiment.yaml").write_text(experiment_text(imported), encoding="utf-8")
+    experiment, command = build_experiment(compose(["./experiment.yaml"])), words(imported)
+    overrides = [x for found in stand_ins(config["tool"], command).values() for x in found]
+    rows = experiment.batch_prompts if experiment.dynamic_sampling else 8
+    for role, model in experiment.models.items():
+        if isinstance(model, TransformersModel):
+            scores = role == "reward" and "actor" in experiment.models
+            overrides.append(f"models.{role}.path={'score' if scores else 'tiny'}")
+    for key, data in (
+        ("data", experiment.data),
+        ("evaluation.data", experiment.evaluation and experiment.evaluation.data),
+    ):
+        if f"{key}.path" in command:
+            overrides.append(
+                f"{key}.path=[{', '.join(write_rows(source, kind_of(config), rows) for source in data.sources)}]"
+            )
+            overrides += [f"{key}.{name}=null" for name in ("split", "subset") if f"{key}.{name}" in command]
+    assert main(["check", "./experiment.yaml", *overrides, "output_dir=run"]) == 0
+
+
+@pytest.fixture(scope="module")
+def machine(tmp_path_factory):
+    """A folder with a tiny model, a tiny reward model, and reward functions."""
+    folder = tmp_path_factory.mktemp("machine")
+    write_machine(folder)
+    return folder
+
+
+def write_machine(folder: Path) -> None:
+    """Write them."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    for name, head in (("tiny", "causal"), ("score", "score")):
+        model = tiny_model("llama", attention="eager", head=head, max_position_embeddings=65_536)
+        model.generation_config.eos_token_id = list(range(2, 60))  # most tokens end a response, so that it is short
+        model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    (folder / "rewards.py").write_text(REWARDS)
+
+
+QUICK = ("verl/grpo", "remax", "train_dapo", "train_ppo_ray", "train_sft.sh", "gsm8k_grpo", "grpo/config_demo", "qlora")
+"""Parts of the names of configs that are checked without `slow`."""
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(x, marks=[] if any(name in x["source"] for name in QUICK) else pytest.mark.slow, id=x["source"])
+        for x in PUBLISHED
+    ],
+)
+def test_the_experiment_file_of_a_published_config_passes_its_check(config, machine, monkeypatch):
+    monkeypatch.chdir(machine)
+    check(config)
 
 
 def test_numbers_of_the_config_give_the_optimizer_steps_and_the_schedule():
@@ -164,6 +277,61 @@ def test_numbers_of_the_config_give_the_optimizer_steps_and_the_schedule():
     assert translated["models.actor.optimizer.schedule.total"] == "40"
     openrlhf = {"rollout.batch_size": 128, "rollout.n_samples_per_prompt": 8, "train.batch_size": 256}
     assert words(translate_config("openrlhf", openrlhf))["interfaces.actor.n_minibatches"] == "4"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"is_correction_enable": True},
+        {"is_correction_enable": True, "is_correction_type": "icepop", "is_correction_threshold": [0.2, 3.0]},
+        {"is_correction_enable": True, "is_correction_type": "seq-mask-tis"},
+        {"is_correction_level": "token", "is_correction_mode": "clip"},
+        {"is_correction_level": "token", "is_correction_threshold": [2.0]},
+        {"is_correction_level": "seq", "is_correction_threshold": [0.9, 1.1]},
+        {"is_correction_level": False},  # `off` in YAML
+        {"is_correction_level": "token", "policy_loss_type": "gspo"},
+    ],
+    ids=str,
+)
+def test_a_correction_of_openrlhf_is_the_one_of_its_loss(settings):
+    given = {"rollout.n_samples_per_prompt": 4, "algo.advantage.estimator": "group_norm"}
+    given |= {f"{'actor' if x == 'policy_loss_type' else 'algo.advantage'}.{x}": y for x, y in settings.items()}
+    theirs = meaning(
+        "openrlhf", "rl", given | {"algo.advantage.is_correction_level": settings.get("is_correction_level") or "off"}
+    )
+    single = {name: x[0] if x == [2.0] else x for name, x in given.items()}  # as a command line is read
+    for read in (given, single):
+        imported = translate_config("openrlhf", read)
+        ours = meaning_of_experiment(build_experiment(compose(prepare(imported.overrides))))
+        assert {name: ours[name] for name in ("correction", "ratio to", "objective")} == {
+            name: theirs[name] for name in ("correction", "ratio to", "objective")
+        }
+
+
+def test_a_value_that_changes_the_run_is_no_bookkeeping():
+    verl = {"algorithm.adv_estimator": "gae", "data.seed": 7, "critic.ppo_mini_batch_size": 512, "critic.ppo_epochs": 2}
+    verl |= {"actor_rollout_ref.actor.shuffle": True, "actor_rollout_ref.actor.qat.enable": False}
+    imported = translate_config("verl", verl)
+    translated = words(imported)
+    assert translated["seed"] == "7"
+    assert [translated[f"interfaces.critic.{name}"] for name in ("n_minibatches", "epochs")] == ["2", "2"]
+    assert imported.refused == ["actor_rollout_ref.actor.shuffle=true is not available."]
+    assert imported.fates["actor_rollout_ref.actor.qat.enable"] == "bookkeeping"
+    areal = GROUP_OF_FOUR["areal"] | {"ref.path": "other", "actor.prox_logp_method": "loglinear"}
+    imported = translate_config("areal", areal)
+    assert words(imported)["models.ref.path"] == "other"
+    assert imported.refused == ["actor.prox_logp_method=loglinear is not available."]
+    trl = translate_config("trl-sft", {"packing": True, "eos_token": "<|im_end|>", "group_by_length": True})
+    assert [line.partition(":")[0] for line in trl.by_hand[-2:]] == ["eos_token=<|im_end|>", "packing"]
+    assert trl.refused == ["group_by_length=true is not available."]
+
+
+def test_a_group_of_one_is_read_as_areal_does():
+    group = {"gconfig.n_samples": 1, "actor.reward_norm.mean_level": "group", "train_dataset.batch_size": 8}
+    with pytest.raises(ConfigError, match="subtracts each reward from itself"):
+        translate_config("areal", group)
+    alone = words(translate_config("areal", group | {"actor.reward_norm.mean_leave1out": True}))
+    assert alone["interfaces.actor.advantage.reward_norm"] == "{mean: none, std: batch}"
 
 
 def test_a_group_of_one_has_no_baseline_in_verl():
@@ -406,10 +574,14 @@ def test_a_script_of_trl_trains_with_its_reward(tiny_run, monkeypatch, capsys):
 
 
 def main_of_page() -> None:
-    """Write the table of the page."""
+    """Write the table of the page, after a check of all configs."""
     text = PAGE.read_text(encoding="utf-8")
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        write_machine(Path(folder))
+        for config in PUBLISHED:
+            check(config)
     start, end = (text.index(f"<!-- {mark} -->") for mark in ("published", "end of published"))
-    rows = ["| config | read as | loss | settings |", "|---|---|---|---|", *map(row_of, PUBLISHED)]
+    rows = ["| config | read as | loss | settings | stand-ins |", "|---|---|---|---|---|", *map(row_of, PUBLISHED)]
     PAGE.write_text(f"{text[:start]}<!-- published -->\n{chr(10).join(rows)}\n{text[end:]}", encoding="utf-8")
 
 
