@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from realign.functional.rounding import no_rounding
 from realign.models.network.attention import AttentionContext
 from realign.models.network.kernels import AttentionArgs, paged_kernel_works
 from realign.models.network.kv_cache import DecodeContext, PagedDecodeContext
@@ -143,8 +144,9 @@ class FusedTrunk:
         """See `Trunk`."""
         x_NH = F.embedding(ids_N, self.embedding)  # a copy, to which the layers add in place
         turns = self.turns[positions_N]
-        for i, layer in enumerate(self.layers):
-            layer.add_to(x_NH, i, turns, context)
+        with no_rounding():  # the copies are rounded already, except for merged adapters
+            for i, layer in enumerate(self.layers):
+                layer.add_to(x_NH, i, turns, context)
         return self.norm(x_NH)
 
 

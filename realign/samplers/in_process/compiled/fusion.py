@@ -30,6 +30,7 @@ from realign.models.network.decode_graphs import why_no_graphs
 from realign.models.network.decoder import ModuleTrunk, Trunk
 from realign.models.network.kernels import AttentionArgs
 from realign.models.network.kv_cache import DecodeContext, KVCache, PrefillContext
+from realign.models.network.trains import ADAPTER
 from realign.samplers.in_process.compiled.fused_layers import FusedLayer, FusedTrunk, Linear, RMSNorm, for_few_rows
 from realign.samplers.in_process.compiled.library import CompiledDecode, LibraryError, load_library
 from realign.samplers.in_process.compiled.trunk import CompiledTrunk, check_supported
@@ -126,7 +127,7 @@ class Fusion:
         if self.known:
             return
         with suppress(_Unknown):
-            _check_parts(self._model)
+            _check_parts(self._model, torch.float32)
             if self.lender is not None:
                 self.lender.gather_embeddings_and_heads()
             self._compare()
@@ -145,7 +146,7 @@ class Fusion:
 
     def _check(self, dtype: torch.dtype) -> None:
         if self._args is None:
-            _check_parts(self._model)
+            _check_parts(self._model, dtype)
         # in each rollout, since free memory changes; a model that was refused for it is compared later
         _check_memory(self._model.base_model.layers, dtype)
 
@@ -190,7 +191,8 @@ class Fusion:
                 layers = list(_read_layers(self._model, self._args, dtype))
             base = self._model.base_model
             turns = _rotations(self._model, length)
-            embedding, rounded = base.embed_tokens.weight.detach(), active_rounding() is not None
+            embedding = base.embed_tokens.weight.detach()
+            rounded = active_rounding() is not None and not hasattr(self._model, "peft_config")
             trunk = self.path.fastest(FusedTrunk(embedding, layers, _norm(base.norm), turns, rounded))
             self.obstacle = None
             return trunk
@@ -400,7 +402,7 @@ def _prefill_and_decode(
     return _norm(model.base_model.norm)(hidden_TH)
 
 
-def _check_parts(model: Any) -> None:
+def _check_parts(model: Any, dtype: torch.dtype) -> None:
     """Raise `_Unknown` if the model has a part that `_read` does not support."""
     base, config = model.base_model, model.config
     if config.model_type not in FAMILIES:
@@ -419,9 +421,9 @@ def _check_parts(model: Any) -> None:
         inner = {"gate_up_proj"} if hasattr(mlp, "gate_up_proj") else {"gate_proj", "up_proj"}
         _check_children("an mlp", mlp, inner | {"down_proj"}, {"act_fn", "activation_fn"})
         for linear in (*(getattr(attention, n) for n in projections), attention.o_proj, mlp.down_proj):
-            _check_plain(linear, nn.Linear)
+            _check_linear(linear, dtype)
         for name in inner:
-            _check_plain(getattr(mlp, name), nn.Linear)
+            _check_linear(getattr(mlp, name), dtype)
     _check_plain(base.embed_tokens, nn.Embedding)
 
 
@@ -429,6 +431,18 @@ def _check_children(what: str, module: nn.Module, needed: set[str], allowed: set
     children = {name for name, _ in module.named_children()}
     if not needed <= children <= needed | allowed:
         raise _Unknown(f"{what} consists of {sorted(children)} instead of {sorted(needed)}")
+
+
+def _check_linear(linear: Any, dtype: torch.dtype) -> None:
+    """Raise `_Unknown` unless the layer is an fp32 linear layer, or one with an adapter whose product is in fp32.
+
+    In bf16, a sum of weight and adapter would lose what the trainer adds to its product with the weight.
+    """
+    _check_plain(linear.get_base_layer() if _is_adapted(linear) and dtype == torch.float32 else linear, nn.Linear)
+
+
+def _is_adapted(linear: Any) -> bool:
+    return hasattr(linear, "lora_A")  # a layer of peft, which may not be installed
 
 
 def _check_plain(module: nn.Module, kind: type[nn.Module]) -> None:
@@ -503,12 +517,12 @@ def _read_layer(layer: Any, args: AttentionArgs, order_D: Tensor, dtype: torch.d
     size = len(order_D)
     if hasattr(attention, "qkv_proj"):
         keys = attention.num_key_value_heads
-        parts = attention.qkv_proj.weight.unflatten(0, (-1, size)).split_with_sizes
+        parts = _weight(attention.qkv_proj).unflatten(0, (-1, size)).split_with_sizes
         queries = attention.qkv_proj.out_features // size - 2 * keys
         weights, biases = parts((queries, keys, keys)), _biases(attention.qkv_proj)
     else:
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-        weights = tuple(p.weight.unflatten(0, (-1, size)) for p in projections)
+        weights = tuple(_weight(p).unflatten(0, (-1, size)) for p in projections)
         biases = _biases(*projections)
         queries, keys = len(weights[0]), len(weights[1])
     # values keep their order, since only scores are free to permute a head
@@ -531,12 +545,12 @@ def _read_layer(layer: Any, args: AttentionArgs, order_D: Tensor, dtype: torch.d
         heads=(queries, keys, keys),
         qk_norm=qk_norm,
         args=args,
-        output=_linear(attention.o_proj.weight, attention.o_proj.bias, dtype),
+        output=_linear(_weight(attention.o_proj), attention.o_proj.bias, dtype),
         mlp_norm=_norm(layer.post_attention_layernorm),
-        gate_up=_linear(_cat([p.weight for p in inner]), _biases(*inner), dtype),
+        gate_up=_linear(_cat([_weight(p) for p in inner]), _biases(*inner), dtype),
         # one function for all classes of it, by which `check_supported` recognizes it
         activation=F.silu if isinstance(activation, nn.SiLU | SiLUActivation) else activation,
-        down=_linear(mlp.down_proj.weight, mlp.down_proj.bias, dtype),
+        down=_linear(_weight(mlp.down_proj), mlp.down_proj.bias, dtype),
         module=attention,
     )
 
@@ -546,10 +560,20 @@ def _norm(module: Any) -> RMSNorm:
 
 
 def _linear(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Linear:
+    return Linear(for_few_rows(weight.detach().to(dtype)), None if bias is None else bias.detach().to(dtype))
+
+
+def _weight(linear: Any) -> Tensor:
+    """Return the weight with which a linear layer computes, including its adapter."""
+    if not _is_adapted(linear) or linear.disable_adapters:
+        return _rounded(linear.weight)
+    up, down = (_rounded(part[ADAPTER].weight) for part in (linear.lora_B, linear.lora_A))
+    return _rounded(linear.weight) + linear.scaling[ADAPTER] * (up @ down)
+
+
+def _rounded(weight: Tensor) -> Tensor:
     weight = weight.detach()
-    if active_rounding() is not None:
-        weight = weight.to(torch.bfloat16).float()
-    return Linear(for_few_rows(weight.to(dtype)), None if bias is None else bias.detach().to(dtype))
+    return weight if active_rounding() is None else weight.to(torch.bfloat16).float()
 
 
 def _biases(*linears: Any) -> Tensor | None:
