@@ -241,7 +241,8 @@ def write_machine(folder: Path) -> None:
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     for name, head in (("tiny", "causal"), ("score", "score")):
         model = tiny_model("llama", attention="eager", head=head, max_position_embeddings=65_536)
-        model.generation_config.eos_token_id = list(range(2, 60))  # most tokens end a response, so that it is short
+        if head == "causal":  # most tokens end a response, so that it is short
+            model.generation_config.eos_token_id = list(range(2, 60))
         model.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
     (folder / "rewards.py").write_text(REWARDS)
