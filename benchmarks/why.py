@@ -1,6 +1,6 @@
 """How often `realign why` names the cause of a run that doesn't learn: planted faults, and healthy runs.
 
-    python -m benchmarks.why [folder] [set=replays] [only=NAME,NAME] [seeds=2]
+    python -m benchmarks.why [folder] [set=seen|replays|sealed] [only=NAME,NAME] [seeds=2]
 
 The task is small enough for seconds: a chat model with 100,000 parameters repeats the first of two numbers, and most
 of its examples repeated the second. Each fault is one mistake that users make, in settings, reward function or data. It
@@ -176,6 +176,7 @@ coin = _of_response(lambda text: random.random() < 0.5)
 not_right = _of_verdict(lambda verdict: 1 - verdict)
 noisy = _of_verdict(lambda verdict: verdict + random.gauss(0, 6))
 outliers = _of_verdict(lambda verdict: verdict + 1000 * (random.random() < 1 / 60))  # by accident
+percent = _of_verdict(lambda verdict: 100 if verdict else 10)
 often_missing = _of_verdict(lambda verdict: verdict or None)  # a parser that gives up on wrong answers
 
 
@@ -309,7 +310,22 @@ REPLAYS = (
     _case("fifty times the rate", "learning-rate-high", "lr=0.1; steps=40", source="hello-agents#770"),
 )
 """Mistakes of six threads, as they turned out there."""
-SETS = {"seen": (*FAULTS, *HEALTHY), "replays": REPLAYS}
+ACTOR, LINEAR = "interfaces.actor.", "{kind: linear, warmup: 0, total: 20}"
+SEALED = (
+    _case("schedule over", "learning-rate-ends", f"{ACTOR}n_minibatches=8; models.actor.optimizer.schedule={LINEAR}"),
+    _case("stop string inside the answer", "stopped", ACTOR + "generation.stop_strings=['is']"),
+    _case("top-k of 1", "equal-responses", ACTOR + "generation.top_k=1"),
+    _case("groups of two", "small-groups", ACTOR + "generation.n=2; batch_prompts=4"),
+    _case("evaluation without the template", "prompts-differ", "evaluation.data.template=plain"),
+    _case("evaluation by another function", "evaluation-differs", "evaluation.reward.function=HERE:boxed"),
+    _case("weight decay of 30", "weight-decay", "models.actor.optimizer.weight_decay=30"),
+    _case("critic warm-up of 50 steps", "critic-warmup", ACTOR + "critic_warmup_steps=50", "ppo"),
+    _case("rewards clipped to one value", "reward-clip", f"function=percent; {ACTOR}reward.clip=5"),
+    _case("early stop at once", "vetoed", f"{ACTOR}early_stop.kl=1.0e-7; {ACTOR}n_minibatches=8"),
+    _case("short responses dropped", "untrained", ACTOR + "min_response_tokens=7"),
+)
+"""Sealed mistakes that need no further files. Who planted them had not read the diagnosis."""
+SETS = {"seen": (*FAULTS, *HEALTHY), "replays": REPLAYS, "sealed": SEALED}
 
 
 # --- runs ---
