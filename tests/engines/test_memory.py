@@ -113,13 +113,13 @@ def test_the_first_program_of_the_readme_fits_in_8_gib(threads):
     work = MemoryWork(True, True, True, 6656, 6656, prompts=8, sequences=64, prompt=40, response=64)
     estimate = MemoryModel(shape, CPU, torch.float32, optimizer=OptimizerSpec(), lanes=threads).estimate(work)
     reference = 4 * shape.parameters
-    assert estimate.kept + reference + estimate.passing < 5 * 2**30
+    assert estimate.kept + reference + estimate.passing < 8 * 2**30
 
 
 def test_the_estimate_has_the_passes_of_the_engine():
     shape = shape_of(SMOLLM2, Causal())
     formula = MemoryModel(shape, CPU, torch.float32, optimizer=OptimizerSpec())
-    sizes = (1021, 2000, 16384)
+    sizes = (1277, 2000, 16384)
     short, longer, longest = (
         formula.estimate(replace(WORK, tokens=16384, optimizer_step_tokens=32768, sequence=n)).activations
         for n in sizes
@@ -129,7 +129,7 @@ def test_the_estimate_has_the_passes_of_the_engine():
         replace(formula, device=torch.device(d)).estimate(replace(WORK, tokens=16384, optimizer_step_tokens=32768))
         for d in ("cpu", "cuda")
     )
-    assert on_gpu.activations == pytest.approx(16384 / 1021 * small.activations)
+    assert on_gpu.activations == pytest.approx(16384 / sizes[0] * small.activations)
 
 
 def test_models_that_run_unpacked_neither_copy_weights_for_rollouts_nor_run_concurrent_micro_batches():

@@ -37,13 +37,13 @@ Result = TypeVar("Result")
 MIN_ROWS = 128
 """Minimum number of rows per lane. Splitting a smaller pass into two saves no time."""
 
-_LANE_BYTES = 2**30
-"""Memory of the gradients of all lanes. The operators of a model whose gradients need more are long, so that threads
-which compute one together rarely wait."""
+_LANE_BYTES = 5 * 2**29
+"""Memory of the gradients of all lanes, which leaves two to a model of 135 million weights on a machine of 8 GiB. The
+operators of larger models are long, so that threads which compute one together rarely wait."""
 
-_PASS_PRODUCTS = 2**37
-"""Weights times rows of a pass on a CPU, a second or more of arithmetic. A longer pass saves no time, and each of its
-rows needs memory."""
+_PASS_PRODUCTS = 5 * 2**35
+"""Weights times rows of a pass on a CPU, a second or more of arithmetic. A longer pass saves little time, and each of
+its rows needs memory."""
 
 _SHORTEST_PASS = 256
 """Rows of the passes of large models, for each of which a CPU reads all weights."""
