@@ -29,6 +29,7 @@ from realign.cli.arguments import (
 from realign.cli.exit_codes import full_errors, plain_warnings, run_guarded
 from realign.cli.train import alone, build_experiment_of, is_one_of_many, run_on_ranks
 from realign.config.aliases import COMMANDS as OTHER_COMMANDS
+from realign.config.aliases import IMPORTED, import_hint
 from realign.config.command_line import is_file
 from realign.config.errors import ConfigError, nearest, suggest
 from realign.config.files import list_algorithms, list_experiments
@@ -291,9 +292,13 @@ def _command_of(words: Sequence[str]) -> tuple[str, list[str]]:
         return command, rest
     if command in OTHER_COMMANDS:
         raise ConfigError(f"realign has no command {command!r}: {OTHER_COMMANDS[command]}")
+    theirs = [tool for tool in IMPORTED if any(re.match(rf"{tool.lower()}(\.\w|$)", word) for word in words)]
+    hint = f". {import_hint(theirs)}" if theirs else ""
     if nearest(command, COMMANDS) is None and (meant := _experiment(words)):
-        raise ConfigError(f"realign has no command {command!r}; did you mean `realign {meant} key=value ...`?")
-    raise ConfigError(f"unknown command {command!r}{suggest(command, COMMANDS)}; overrides are key=value")
+        raise ConfigError(
+            f"realign has no command {command!r}; did you mean `realign {meant} key=value ...`?{hint[1:]}"
+        )
+    raise ConfigError(f"unknown command {command!r}{suggest(command, COMMANDS)}; overrides are key=value{hint}")
 
 
 def _experiment(words: Sequence[str]) -> str:

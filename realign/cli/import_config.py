@@ -39,6 +39,8 @@ RULES = Path(__file__).parents[1] / "config" / "imports"
 REFEREE = Path(__file__).parents[2] / "benchmarks" / "referee"
 _USAGE = "realign import trl|verl|openrlhf|areal [FILE | -] [SETTING ...] [--out experiment.yaml]"
 _WIDTH = 116
+_MANY = 3
+"""How many times as many settings of another tool a config has before it is that tool's."""
 
 
 @dataclass
@@ -118,7 +120,7 @@ def translate_source(tool: str, source: Source, kind: str = "") -> Imported:
     chosen = rules["kinds"][kind]
     parts = [*(rules["parts"][part] for part in chosen.get("parts", ())), chosen]
     defaults = {name: value for part in parts for name, value in part.get("defaults", {}).items()}
-    unknown = {*_canonical(dict.fromkeys(unread), rules)}
+    unknown = {*_canonical(dict.fromkeys(unread, ""), rules)}
     settings = {**defaults, **_of_sections(parts, canonical), **canonical}
     for name, formula in ((name, x) for part in parts for name, x in part.get("let", {}).items()):
         if (value := evaluate(str(formula), settings | dict.fromkeys(unknown))) is not None:
@@ -131,7 +133,6 @@ def translate_source(tool: str, source: Source, kind: str = "") -> Imported:
     )
     imported.fates = dict.fromkeys(unread, "by hand")
     own, fates = _apply(parts, settings, {*canonical}, unknown, imported)
-    own |= {key: value for key, value in _pairs(chosen.get("missing", ())) if key not in own}
     aliases = _aliases(source.settings, rules)
     typed_as = {new: old for old, new in aliases.items() if new in canonical and old not in canonical}
     waiting = {}
@@ -150,7 +151,7 @@ def translate_source(tool: str, source: Source, kind: str = "") -> Imported:
             imported.fates[given] = "bookkeeping"
         else:
             waiting[given] = f"{name}={_text(value)}"
-    _add_waiting(waiting, own, rules, imported)
+    _add_waiting(waiting, own, dict(_pairs(chosen.get("missing", ()))), rules, imported)
     first = {key: own[key] for key in ("experiment", "algorithm") if key in own}
     imported.overrides = [f"{key}={value}" for key, value in (first | own).items()]
     return imported
@@ -226,10 +227,25 @@ def _usual_values(own: Mapping[str, str]) -> Any:
     return usual
 
 
-def _add_waiting(waiting: Mapping[str, str], own: dict[str, str], rules: Mapping[str, Any], imported: Imported) -> None:
-    """Add the overrides of settings that no rule names, as far as the command stays valid with them."""
+def _add_waiting(
+    waiting: Mapping[str, str],
+    own: dict[str, str],
+    missing: Mapping[str, str],
+    rules: Mapping[str, Any],
+    imported: Imported,
+) -> None:
+    """Add the overrides of settings that no rule names, as far as the command stays valid with them.
+
+    Args:
+        waiting: `NAME=VALUE` by the name of the setting as it is given.
+        own: The command, which gets the overrides.
+        missing: Placeholders of keys that a command needs.
+        rules: Of the tool.
+        imported: Gets the lines for the user.
+    """
     extras, read = dict[str, dict[str, str]](), settings_of_rules(rules)
-    base = [f"{key}={value}" for key, value in own.items()]
+    missing = {key: value for key, value in missing.items() if key.rpartition(".")[0] not in own}
+    base = [f"{key}={value}" for key, value in (missing | own).items()]
     for name, found in translate_each(waiting, prepare(base), rules["tool"]).items():
         if found == f"{name}: not known to realign" and waiting[name].partition("=")[0] in read:
             found = []
@@ -237,6 +253,10 @@ def _add_waiting(waiting: Mapping[str, str], own: dict[str, str], rules: Mapping
             imported.by_hand.append(found)
         elif found:
             extras[name] = {key: value for key, value in _pairs(found) if key not in own}
+            if differing := [key for key, value in _pairs(found) if not _same(own.get(key, value), value)]:
+                set_already = ", ".join(f"{key}={own[key]}" for key in differing)
+                found = f"{waiting[name]}: the command has {set_already} from other settings"
+                imported.by_hand.append(found)
         imported.fates[name] = "by hand" if isinstance(found, str) else "command" if found else "bookkeeping"
     together = {key: value for extra in extras.values() for key, value in extra.items()}
     if not together:
@@ -252,6 +272,9 @@ def _add_waiting(waiting: Mapping[str, str], own: dict[str, str], rules: Mapping
                 imported.by_hand.append(f"{name}: {problem}")
                 imported.fates[name] = "by hand"
     own |= together
+    if left := [f"{key}={value}" for key, value in missing.items() if key not in own]:
+        own |= dict(_pairs(left))
+        imported.by_hand.append(f"{', '.join(left)}: yours to fill in, since the config doesn't say it")
 
 
 def _problem(overrides: Sequence[str]) -> str | None:
@@ -278,9 +301,13 @@ def _rules(tool: str) -> Mapping[str, Any]:
     return cast("Mapping[str, Any]", read_own_yaml(RULES / f"{tool}.yaml"))
 
 
+def _tools() -> list[str]:
+    return sorted(path.stem for path in RULES.glob("*.yaml"))
+
+
 def _tool_of(name: str) -> tuple[str, str]:
     """Return the tool, and the kind of config if the name has one, such as `trl-dpo`."""
-    tools = sorted(path.stem for path in RULES.glob("*.yaml"))
+    tools = _tools()
     tool, _, kind = name.partition("-")
     if tool not in tools:
         raise ConfigError(f"{_USAGE}{suggest(tool, tools)}")
@@ -293,6 +320,12 @@ def _chosen(tool: str, sources: Sequence[Source]) -> Source:
     """Return the program of a script that the rules know, or the last one."""
     patterns = [pattern for entry in _rules(tool)["recognize"] for pattern in entry.get("program", ())]
     known = [source for source in sources if any(fnmatch.fnmatch(source.program, pattern) for pattern in patterns)]
+    known = [source for source in known if source.settings]
+    if len(known) > 1:
+        note = (
+            f"this is the first of {len(known)} programs that the script starts; give the line of another one by itself"
+        )
+        return known[0]._replace(notes=(note, *known[0].notes))
     return next((x for x in [*known, *reversed(sources)] if x.settings), sources[-1])
 
 
@@ -300,8 +333,15 @@ def _recognized(rules: Mapping[str, Any], settings: Mapping[str, Any], source: S
     """Return the kind of a config, and by what it was recognized.
 
     Raises:
-        ConfigError: realign has no such experiment, or nothing says what it is.
+        ConfigError: realign has no such experiment, nothing says what it is, or it is another tool's.
     """
+    counts = {tool: len(settings_of_rules(_rules(tool)) & {*source.settings}) for tool in _tools()}
+    tool = max(counts, key=lambda name: counts[name])
+    if counts[tool] > _MANY * max(1, counts[rules["tool"].lower()]):
+        known = f"{counts[tool]} of these settings are {_rules(tool)['tool']}'s"
+        raise ConfigError(
+            f"{known}, and {counts[rules['tool'].lower()]} {rules['tool']}'s: use `realign import {tool}`"
+        )
     naming = [source.program, *(str(settings.get(name, "")) for name in rules.get("naming", ()))]
     words = {word for text in naming for word in re.split(r"[^a-z0-9]+", text.lower())}
 
@@ -324,6 +364,8 @@ def _recognized(rules: Mapping[str, Any], settings: Mapping[str, Any], source: S
             if "refuse" in entry:
                 raise ConfigError(f"{rules['tool']}, recognized by {found}: {plain(entry['refuse'])}")
             return entry["kind"], f"recognized by {found}"
+    if not any(name in settings_of_rules(rules) or _is_bookkeeping(rules, name, settings) for name in settings):
+        raise ConfigError(f"{rules['tool']} has none of these settings, so this is no config of its training")
     kinds = [f"{rules['tool'].lower()}-{kind}" for kind in rules["kinds"]]
     example = f"`realign import {kinds[0]} FILE`"
     raise ConfigError(f"nothing in this config says what it trains. Say it, as in {example}: {', '.join(kinds)}")
@@ -435,7 +477,7 @@ def _fill(text: str, settings: Mapping[str, Any], quoted: bool = True) -> str | 
 
     # {{ and }} are braces of the text itself, and must not look like a placeholder meanwhile.
     filled = _PLACEHOLDER.sub(replace, text.replace("{{", "\0").replace("}}", "\1"))
-    return None if missing else filled.replace("\0", "{").replace("\1", "}")
+    return None if missing else filled.replace("\0", "{").replace(" \1", "}").replace("\1", "}")
 
 
 # Texts

@@ -41,7 +41,6 @@ _FLAGS_OF_LAUNCHERS = MappingProxyType(
         "nproc_per_node": "num_processes",
         "nnodes": "num_nodes",
         "num_nodes": "num_nodes",
-        "num_machines": "num_machines",
         "config_file": "config_file",
     }
 )
@@ -104,12 +103,15 @@ def read_text(text: str, path: str) -> list[Source]:
     commands = _Shell(path).commands_of(text)
     started = [command for command in commands if any(map(_PROGRAM.fullmatch, command))]
     words = [word for command in commands for word in command]
-    first = next((i for i, word in enumerate(words) if word.startswith("--") or "=" in word), None)
-    if not started and first is not None:
-        started = [words[first:]]
     if started:
         return [_of_command(command) for command in started]
-    raise ConfigError(f"{path}: the file cannot be read: {problem}")
+    first = next((i for i, word in enumerate(words) if word.startswith("--") or "=" in word), None)
+    if first is None:
+        raise ConfigError(f"{path}: the file cannot be read: {problem}")
+    try:
+        return [_of_command(words[first:])]
+    except ConfigError:
+        raise ConfigError(f"{path}: no program that trains is named in it. Give the command that starts one") from None
 
 
 def evaluate(expression: str, names: Mapping[str, Any]) -> Any:
@@ -182,8 +184,31 @@ def _sources(datasets: Any) -> list[dict[str, Any]] | None:
     ] or None
 
 
+def _mixture(paths: str, weights: Any, split: str, label: str) -> str | list[dict[str, Any]]:
+    """Return the sources of data sets with commas between them, as OpenRLHF has them; a single one stays a path.
+
+    Args:
+        paths: Names of data sets.
+        weights: One number for each, with commas, or empty.
+        split: Of each.
+        label: Column that is called `label` in realign; empty if it has that name.
+    """
+    names = [name.strip() for name in paths.split(",")]
+    if len(names) == 1 and not label:
+        return paths
+    shares = [float(x) for x in str(weights).split(",")] if weights and len(names) > 1 else [None] * len(names)
+    found: list[dict[str, Any]] = []
+    for name, share in zip(names, shares, strict=False):
+        source = {"path": name, "weight": share, "split": _split(name, split) if len(names) > 1 else None}
+        source |= {"columns": {"label": label} if label else None}
+        found.append({key: value for key, value in source.items() if value is not None})
+    return found
+
+
 def _split(path: Any, split: str) -> str | None:
     """Return the split to read, which the other tools call train where a config has none. A file has no splits."""
+    if isinstance(path, str) and "," in path:  # each source of a mixture has its own
+        return None
     return split if split != "train" or (isinstance(path, str) and is_hub_name(path)) else None
 
 
@@ -192,11 +217,12 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = MappingProxyType(
         "ceil": lambda x: math.ceil(round(x, 9)),
         "min": min,
         "max": max,
-        "stem": lambda x: str(x).partition(":")[0],
+        "stem": lambda x: re.split(r"[:.]", str(x))[0],
         "one_function": _one_function,
         "functions": _functions,
         "weights": _weights,
         "sources": _sources,
+        "mixture": _mixture,
         "split": _split,
         "size": _size,
         "part": lambda text, mark, i: x[i] if len(x := str(text).split(mark)) > i else None,
@@ -350,16 +376,20 @@ def _of_command(words: Sequence[str]) -> Source:
     flags = {name.replace("-", "_"): x for name, x in _texts(words[: max(start, 0)], "launcher").items()}
     launcher = {_FLAGS_OF_LAUNCHERS[name]: values for name, values in flags.items() if name in _FLAGS_OF_LAUNCHERS}
     texts = _texts(rest, program)
-    settings: dict[str, Any] = {}
-    for name in ("config", "config_file"):
-        for path in (texts if name == "config" else launcher).pop(name, ()):
-            if Path(path).is_file():
-                settings |= read_text(_text_of(path), path)[0].settings
-            else:
-                settings[f"--{name}"] = f"{path} is not there; run this where the file is"
+    settings, notes = dict[str, Any](), list[str]()
+    for name, of in (("config", texts), ("config_file", launcher)):
+        for path in of.pop(name, ()):
+            if not Path(path).is_file():
+                notes.append(
+                    f"--{name} {path}: the file is not there, so its settings are missing; run this where it is"
+                )
+                continue
+            read = read_text(_text_of(path), path)[0].settings
+            # a config of accelerate says how processes start, and of that only their number matters
+            settings |= read if of is texts else {x: y for x, y in read.items() if x in _FLAGS_OF_LAUNCHERS}
     values = {name: [_yaml_value(text) for text in texts] for name, texts in (launcher | texts).items()}
     single = {name: True if not x else x[0] if len(x) == 1 else x for name, x in values.items()}
-    return Source({**settings, **_flat_of(single)}, program)
+    return Source({**settings, **_flat_of(single)}, program, tuple(notes))
 
 
 def _yaml_value(text: str) -> Any:
@@ -383,7 +413,7 @@ def _texts(words: Sequence[str], program: str) -> dict[str, list[str]]:
         is_flag = word.startswith("--") and len(word) > 2
         if word in ("--", "-m") or (word.startswith("~") and not name):
             name = ""
-        elif is_flag or (equals and re.fullmatch(r"[\w.@/]+", key) and (not name or "." in key)):
+        elif is_flag or (equals and re.fullmatch(r"[\w.@/]+", key) and (not name or found[name] or "." in key)):
             found[key] = [value] if equals else []
             name = "" if equals else key
         elif name:
@@ -411,10 +441,10 @@ class _Shell:
             r"^.*?(?:read .*?(\w+)|cat\b[^<\n]*)\s*<<-?\s*['\"]?(\w+)['\"]?.*\n([\s\S]*?)\n\s*\2\s*$", re.M
         )
         text = document.sub(lambda m: f'{m[1]}="{m[3]}"' if m[1] else "", text).replace("\\\n", " ")
-        words, word, array, end, position = list[str](), None, "", "", 0
+        words, word, array, end, position, redirected = list[str](), None, "", "", 0, False
         piece = re.compile(
-            r"""(?P<space>[ \t]+)|(?P<comment>(?<=\s)\#[^\n]*)|(?P<end>\n|;;|;|&&|\|\||[|&()])|'(?P<single>[^']*)'"""
-            r"""|\\(?P<escape>.)|(?P<redirect>\d*[<>]+&?\d*)|(?P<plain>[^\s'"\\$;&|()<>]+)""",
+            r"""(?P<space>[ \t]+)|(?P<comment>(?<=\s)\#[^\n]*)|(?P<redirect>&?\d*[<>]+(?:&\d)?)|'(?P<single>[^']*)'"""
+            r"""|(?P<end>\n|;;|;|&&|\|\||[|&()])|\\(?P<escape>.)|(?P<plain>[^\s'"\\$;&|()<>]+)""",
             re.DOTALL,
         )
         while position < len(text):
@@ -445,7 +475,11 @@ class _Shell:
             elif kind == "end" and match[0] == "(" and word is not None and re.fullmatch(r"\w+\+?=", word):
                 array, word, words = word, None, []
             else:
-                words, word = [*words, *([word] if word is not None else [])], None
+                if word is not None:  # the file of a redirection is no word of the command
+                    words, word, redirected = words if redirected else [*words, word], None, False
+                redirected = kind in ("space", "comment") and redirected
+                if kind == "redirect":
+                    redirected = not match[0][-1].isdigit()
                 if array and kind == "end" and match[0] == ")":
                     self._assign(array, words)
                     array, words = "", []
@@ -682,6 +716,8 @@ def _literal(node: ast.expr, names: Mapping[str, ast.expr], own: Mapping[str, st
         return node.id
     if isinstance(node, ast.List | ast.Tuple):
         return [_literal(item, names, own, depth + 1) for item in node.elts]
+    if isinstance(node, ast.Call) and node.args and ast.unparse(node.func).endswith(".from_pretrained"):
+        return _literal(node.args[0], names, own, depth + 1)
     try:
         return ast.literal_eval(node)
     except (ValueError, TypeError, RecursionError):

@@ -219,10 +219,10 @@ def translate(overrides: Sequence[str], config_dir: Path | str | None = None, ba
     problems += filter(None, (_foreign(word) for i, word in enumerate(overrides) if i not in theirs))
     if problems:
         tools = [tool for tool in IMPORTED if any(row.tool == tool for found in rows.values() for row in found)]
-        if not tools or len(problems) <= SHOWN:
+        if not tools or len(rows) == 1:
             raise ConfigError(join_messages(problems))
-        more = f"{len(problems) - SHOWN} more are to be set. {import_hint(tools)}"
-        raise ConfigError(join_messages([*problems[:SHOWN], more]))
+        more = f"{len(problems) - SHOWN} more are to be set. " if len(problems) > SHOWN else ""
+        raise ConfigError(join_messages([*problems[:SHOWN], f"{more}{import_hint(tools)}"]))
     notes = [f"{overrides[i]} was read as {' '.join(new[i])}" for i in sorted(new)]
     return _Translated([word for i, given in enumerate(overrides) for word in new.get(i, [given])], notes, composed)
 
@@ -284,7 +284,7 @@ def _entries(name: str) -> tuple[tuple[str | None, Row], ...]:
         section = index().get(name.partition(".")[0], ())
         entries = tuple(entry for entry in section if entry[1].answer or entry[1].keys == ("evaluation",))
         path = name.split(".")
-        of_field = index().get(path[-1], ()) if len(path) == DEPTH_OF_FIELDS else ()
+        of_field = index().get(path[-1], ()) if len(path) >= DEPTH_OF_FIELDS else ()
         if not entries and of_field and path[0] in ("interfaces", "models") and not find_keys(name):
             entries = of_field  # unless a component has such a field, see `_is_own`
     elif not entries and name not in (*(own.name for own in fields(ExperimentConfig)), *GROUPS):
@@ -376,11 +376,15 @@ def _is_own(key: str, config: Mapping[str, Any]) -> bool:
     per_role = root in ROOTS and ROOTS[root].per_role
     if per_role and key.count(".") == DEPTH_OF_FIELDS - 1 and isinstance(node, Mapping) and names[0] not in node:
         return True  # a typo in a role, which is reported as such
-    if key.count(".") == DEPTH_OF_FIELDS - 1 and isinstance(node, Mapping) and isinstance(node.get(names[0]), Mapping):
+    if key.count(".") >= DEPTH_OF_FIELDS - 1 and isinstance(node, Mapping) and isinstance(node.get(names[0]), Mapping):
         node, names = node[names[0]], names[1:]  # of a role
         default = ROOTS[root].default if root in ROOTS else None
-        if class_at(str(node.get(TARGET, default))) is None:
+        above = [node, *(get(node, tuple(names[: depth + 1])) for depth in range(len(names) - 1))]
+        targets = [str(x.get(TARGET, default)) for x in above if isinstance(x, Mapping) and (TARGET in x or x is node)]
+        if any(class_at(target) is None for target in targets) or any(isinstance(x, str) for x in above):
             return True  # a class that is not known here may have any field
+        if len(names) > 1:
+            return get(node, tuple(names), None) is not None
     return isinstance(node, Mapping) and bool(node) and _has(root, node, names)
 
 

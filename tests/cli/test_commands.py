@@ -55,6 +55,12 @@ def test_a_config_is_composed_without_torch(here):
         (("grph",), "unknown command 'grph'; did you mean 'graph'?"),
         (("grpo",), "realign has no command 'grpo'; did you mean `realign experiment=grpo key=value ...`?"),
         (("trl", "sft", "model=m"), "realign has no command 'trl'; did you mean `realign experiment=sft key=value"),
+        (
+            ("trl", "grpo", "--beta", "1"),
+            "`realign import trl FILE` translates a whole config, script or command of TRL",
+        ),
+        (("verl.trainer.main_ppo", "data.train_files=a"), "`realign import verl FILE` translates a whole config"),
+        (("--advantage_estimator", "rloo", "--pretrain", "a/b"), "`realign import openrlhf FILE` translates a whole"),
         (("dr_grpo",), "did you mean `realign experiment=NAME algorithm=dr_grpo key=value ...`?"),
         (("run", "experiment=grpo"), "realign has no command 'run': to train, name an experiment"),
         (

@@ -323,7 +323,7 @@ def test_a_value_that_changes_the_run_is_no_bookkeeping():
     assert words(imported)["models.ref.path"] == "other"
     assert imported.refused == ["actor.prox_logp_method=loglinear is not available."]
     trl = translate_config("trl-sft", {"packing": True, "eos_token": "<|im_end|>", "group_by_length": True})
-    assert [line.partition(":")[0] for line in trl.by_hand[-2:]] == ["eos_token=<|im_end|>", "packing"]
+    assert [line.partition(":")[0] for line in trl.by_hand[-3:-1]] == ["eos_token=<|im_end|>", "packing"]
     assert trl.refused == ["group_by_length=true is not available."]
 
 
@@ -340,6 +340,51 @@ def test_a_group_of_one_has_no_baseline_in_verl():
     actor = build_experiment(compose(prepare(imported.overrides))).interfaces["actor"]
     assert (actor.adv_norm.mean.name, actor.adv_norm.std.name, actor.advantage.min_group_size) == ("none", "none", 1)
     assert imported.fates["actor_rollout_ref.rollout.n"] == "command"
+
+
+def test_a_mixture_of_openrlhf_has_a_source_for_each_data_set():
+    given = {"prompt_data": "a/b,rows.jsonl", "prompt_data_probs": "0.3,0.7", "label_key": "answer"}
+    command = words(translate_config("openrlhf", given | GROUP_OF_FOUR["openrlhf"]))
+    first, second = build_experiment(compose(prepare([f"{k}={x}" for k, x in command.items()]))).data.sources
+    assert [(first.path, first.split, first.weight), (second.path, second.split, second.weight)] == [
+        ("a/b", "train", 0.3),
+        ("rows.jsonl", None, 0.7),
+    ]
+    assert first.columns == second.columns == {"label": "answer"}
+
+
+def test_a_variable_of_the_shell_is_no_value_by_any_name():
+    given = {"custom_reward_function.path": "$(pwd)/reward.py", "algorithm.adv_estimator": "grpo"}
+    imported = translate_config("verl", given | GROUP_OF_FOUR["verl"])
+    assert imported.by_hand[0] == "custom_reward_function.path: $(pwd)/reward.py has to run first"
+    assert not [word for word in imported.overrides if "pwd" in word]
+    openrlhf = translate_config("openrlhf", {"pretrain": "$MODEL", "prompt_data": "a/b"} | GROUP_OF_FOUR["openrlhf"])
+    assert words(openrlhf)["models.actor.path"] == "MODEL"
+
+
+def test_a_value_is_no_placeholder_and_placeholders_are_told():
+    imported = translate_config("trl", {"dataset": "a/b", "num_generations": 4})
+    assert words(imported)["data.path"] == "a/b"
+    placeholders = "models.actor.path=MODEL, interfaces.reward.function=reward.py:score"
+    assert imported.by_hand[-1] == f"{placeholders}: yours to fill in, since the config doesn't say it"
+    scored = translate_config("trl", {"reward_model_name_or_path": "r", "num_generations": 4})
+    assert "interfaces.reward.function" not in words(scored)
+
+
+def test_the_first_of_several_programs_is_read_and_the_others_are_told(tmp_path):
+    line = "python -m verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n="
+    (tmp_path / "run.sh").write_text(f"{line}4\n{line}8\n")
+    chosen = import_config._chosen("verl", read_sources([str(tmp_path / "run.sh")]))
+    assert chosen.settings["actor_rollout_ref.rollout.n"] == 4
+    assert chosen.notes[0].startswith("this is the first of 2 programs")
+
+
+def test_an_allocation_of_areal_says_its_servers():
+    given = {"allocation_mode": "sglang:d4t2+fsdp:d8"} | GROUP_OF_FOUR["areal"]
+    imported = translate_config("areal", given)
+    keys = ("sampler", "sampler.servers", "sampler.arguments")
+    assert [words(imported)[f"models.actor.{key}"] for key in keys] == ["sglang", "4", "--tensor-parallel-size 2"]
+    assert "fsdp:d8: start the command with `torchrun --nproc-per-node 8 -m realign`." in imported.by_hand
 
 
 def test_defaults_of_the_tool_that_differ_are_named():
@@ -359,6 +404,13 @@ def test_defaults_of_the_tool_that_differ_are_named():
         ("areal", {"actor.m2_threshold": 0.1, "gconfig.n_samples": 4}, "second-moment mask"),
         ("trl", {"learning_rate": 1e-6}, "nothing in this config says what it trains"),
         ("trl-pro", {"beta": 1}, "no kind 'pro'"),
+        ("trl", {"distributed_type": "FSDP", "num_processes": 8}, "this is a config of accelerate"),
+        ("areal", {"env_vars.NCCL_NET": "IB"}, "AReaL has none of these settings"),
+        (
+            "trl",
+            dict.fromkeys(AREAL["ppo"], 1),
+            "4 of these settings are AReaL's, and 0 TRL's: use `realign import areal`",
+        ),
     ],
 )
 def test_what_realign_lacks_is_refused_and_nothing_else_is_filled_in(tool, given, message):

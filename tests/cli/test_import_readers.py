@@ -110,6 +110,30 @@ def test_the_file_of_a_config_flag_is_read_and_flags_win(tmp_path, monkeypatch):
     assert source.settings == {"beta": 0.2, "num_generations": 4}
 
 
+def test_a_config_that_is_not_there_is_told_and_takes_no_setting(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    line = ["areal.launcher.local", "my.py", "--config", "far.yaml", "trial_name=a", "actor.kl_ctl=0"]
+    (source,) = read_sources(line)
+    assert source.settings == {"trial_name": "a", "actor.kl_ctl": 0}
+    why = "the file is not there, so its settings are missing; run this where it is"
+    assert source.notes == (f"--config far.yaml: {why}",)
+
+
+def test_a_config_of_accelerate_gives_the_number_of_processes_alone(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "zero3.yaml").write_text("distributed_type: DEEPSPEED\nmixed_precision: bf16\nnum_processes: 8\n")
+    source = read_sources(["accelerate", "launch", "--config_file", "zero3.yaml", "grpo.py", "--beta", "0.1"])[0]
+    assert source.settings == {"num_processes": 8, "beta": 0.1}
+
+
+@pytest.mark.parametrize(
+    "end", ["> a.log 2>&1", "&> a.log", ">a.log 2> b.log < /dev/null", "2>&1 | tee a.log", '>> "$LOG" 2>&1 &']
+)
+def test_the_files_of_redirections_are_no_values(end):
+    (source,) = read_text(f"trl grpo --output_dir here {end}\n", "run.sh")
+    assert source.settings == {"output_dir": "here"}
+
+
 def test_the_clipboard_is_read_from_stdin(monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("python -m verl.trainer.main_ppo \\\n  a.b=1 \\\n  c=x\n"))
     (source,) = read_sources(["-", "a.b=2"])
@@ -158,6 +182,17 @@ def test_a_python_script_as_far_as_it_is_literal():
     expected |= {"reward_funcs": ["reward.py:correct", "other"], "dataset_name": "org/data"}
     assert expected.items() <= source.settings.items()
     assert source.notes[0].startswith("move correct, and what it needs, to a file reward.py")
+
+
+def test_a_model_that_a_script_loads_is_its_path():
+    script = "import trl\nmodel = AutoModelForCausalLM.from_pretrained('a/b')\ntrl.DPOTrainer(model=model)\n"
+    assert read_text(script, "train.py")[0].settings == {"model_name_or_path": "a/b"}
+
+
+def test_a_script_that_names_no_program_says_so(tmp_path):
+    (tmp_path / "run.sh").write_text('srun --label x bash -c "torchrun -m ${training_commands}"\n')
+    with pytest.raises(ConfigError, match="no program that trains is named in it"):
+        read_sources([str(tmp_path / "run.sh")])
 
 
 def test_a_reward_of_a_script_that_trains_only_when_it_is_run_stays_where_it_is():

@@ -163,6 +163,7 @@ def test_help_finds_a_name_of_another_tool(name, text, capsys):
         ([GRPO, "max_steps=5"], "steps=5"),
         ([GRPO, "max_new_tokens=9"], "interfaces.actor.generation.max_new_tokens=9"),
         ([GRPO, "num_generations=4"], "interfaces.actor.generation.n=4"),
+        ([GRPO, "interfaces.actor.generation.num_generations=4"], "interfaces.actor.generation.n=4"),
         ([GRPO, "kl_coef=0.1"], "interfaces.actor.kl.coef=0.1"),
         (["experiment=dpo", "beta=0.1"], "interfaces.actor.beta=0.1"),
         ([GRPO, "model=org/name"], "models.actor.path=org/name"),
@@ -237,6 +238,11 @@ def test_a_key_of_a_users_own_class_is_not_replaced():
 @dataclasses.dataclass
 class OwnData:
     train_files: str = ""
+
+
+def test_a_field_of_a_users_own_objective_is_not_replaced():
+    own = [GRPO, "interfaces.actor.objective=mine.py:Mine", "interfaces.actor.objective.epsilon=1"]
+    assert translate(own).overrides == own
 
 
 def test_flags_of_other_tools_are_overrides():
