@@ -199,7 +199,11 @@ def _mixture(paths: str, weights: Any, split: str, label: str) -> str | list[dic
     shares = [float(x) for x in str(weights).split(",")] if weights and len(names) > 1 else [None] * len(names)
     found: list[dict[str, Any]] = []
     for name, share in zip(names, shares, strict=False):
-        source = {"path": name, "weight": share, "split": _split(name, split) if len(names) > 1 else None}
+        source: dict[str, Any] = {
+            "path": name,
+            "weight": share,
+            "split": _split(name, split) if len(names) > 1 else None,
+        }
         source |= {"columns": {"label": label} if label else None}
         found.append({key: value for key, value in source.items() if value is not None})
     return found
