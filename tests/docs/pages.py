@@ -20,6 +20,9 @@ spec = importlib.util.spec_from_file_location("docs_site", Path(__file__).parent
 site = importlib.util.module_from_spec(spec)
 """The hook that makes the pages of the site."""
 spec.loader.exec_module(site)
+ROOT = Path(__file__).parents[2]
+HUB_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+"""The model of the first program."""
 FENCE = re.compile(r"^(?P<fence>```+)(?P<language>[^\n`]*)\n(?P<code>.*?)^(?P=fence)[ \t]*$", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\(\s*<?([^)\s>]+)|(?:src|href)=\"([^\"]+)\"")
 ANCHOR = re.compile(r'<a id="([^"]+)">')
@@ -42,6 +45,14 @@ def blocks(text: str) -> list[Block]:
         Block(fence["language"].strip(), fence["code"], text.count("\n", 0, fence.start("code")) + 1)
         for fence in FENCE.finditer(text)
     ]
+
+
+def first_program(name: str) -> str:
+    """Return the first `python` block of a page."""
+    return next(b.code for b in blocks((ROOT / name).read_text(encoding="utf-8")) if b.language == "python")
+
+
+PROGRAM = first_program("README.md")
 
 
 def run(page: Path) -> None:

@@ -25,14 +25,12 @@ from realign.runtime import run
 from realign.runtime.profiling import ProfileOptions
 from realign_planner.options import PlanOptions
 from tests.docs import pages
-from tests.docs.pages import compositions, site
+from tests.docs.pages import HUB_MODEL, PROGRAM, ROOT, compositions, first_program, site
 from tests.tiny import save_tiny, tiny_tokenizer
 
 OPTIONS = {"plan": PlanOptions, "profile": ProfileOptions}
 """Options of commands, which are no overrides."""
-HUB_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 TRAIN = python_api.train
-ROOT = Path(__file__).parents[2]
 PAGES = [
     *sorted((ROOT / "docs").rglob("*.md")),
     *(ROOT / name for name in ("AGENTS.md", "CONTRIBUTING.md", "README.md", "extras/planner/README.md")),
@@ -45,14 +43,6 @@ FRONT = ("README.md", "docs/README.md", "docs/quickstart-python.md")
 
 def name_of(page: Path) -> str:
     return str(page.relative_to(ROOT))
-
-
-def first_program(name: str) -> str:
-    """Return the first `python` block of a page."""
-    return next(b.code for b in pages.blocks((ROOT / name).read_text(encoding="utf-8")) if b.language == "python")
-
-
-PROGRAM = first_program("README.md")
 
 
 def easier_train(*args: Any, reward: Any, **given: Any) -> Any:

@@ -16,7 +16,7 @@ import pytest
 import realign
 from realign.demo.smollm2 import smollm2
 from tests.demo.reasoning_package import REAL, REASON
-from tests.docs.test_docs import HUB_MODEL, PROGRAM, ROOT
+from tests.docs.pages import HUB_MODEL, PROGRAM, ROOT
 
 PAGES = ("README.md", "docs/quickstart-python.md")
 STATED = re.compile(
