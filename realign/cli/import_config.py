@@ -198,7 +198,8 @@ def _apply(
         for fate, found, kind in lines:
             if kind in rule:
                 found.append(plain(_fill(rule[kind], settings, quoted=False) or rule[kind]))
-                named = {*conditions, *taken, *_names(rule[kind], {})} & given
+                named = {*conditions, *taken, *_names(rule[kind], {})}
+                named = (_deep(named, formulas) if fate == "by hand" else named) & given
                 fates = dict.fromkeys(named, fate) | fates if fate == "by hand" else fates | dict.fromkeys(named, fate)
         if names or (rule.get("set") and not {"refuse", "hand"} & {*rule}):
             for name in names | _deep(conditions, formulas):
