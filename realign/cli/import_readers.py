@@ -219,6 +219,7 @@ def _split(path: Any, split: str) -> str | None:
 _FUNCTIONS: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {
         "ceil": lambda x: math.ceil(round(x, 9)),
+        "divisor": lambda of, most: next(x for x in range(max(1, min(of, most)), 0, -1) if of % x == 0),
         "min": min,
         "max": max,
         "stem": lambda x: re.split(r"[:.]", str(x))[0],
@@ -669,6 +670,12 @@ def _of_python(text: str, path: str) -> Source:
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
             names[node.targets[0].id] = node.value
+        elif (
+            isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple) and isinstance(node.value, ast.Call)
+        ):
+            first = node.targets[0].elts[0]  # model, tokenizer = load(...)
+            if isinstance(first, ast.Name) and _loads_a_model(node.value):
+                names[first.id] = node.value
     settings, program = dict[str, Any](), path
     for node in ast.walk(tree):
         called = ast.unparse(node.func).rpartition(".")[2] if isinstance(node, ast.Call) else ""
@@ -696,7 +703,13 @@ def _of_python(text: str, path: str) -> Source:
         )
     moved = [name for name in functions if f"reward.py:{name}" in str(settings.get("reward_funcs"))] if trains else []
     why = f"realign imports the file of a reward, and importing {path} would start its training"
-    notes = (f"move {', '.join(moved)}, and what it needs, to a file reward.py: {why}",) if moved else ()
+    notes: tuple[str, ...] = (
+        (f"move {', '.join(moved)}, and what it needs, to a file reward.py: {why}",) if moved else ()
+    )
+    if any(isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".map") for node in ast.walk(tree)):
+        notes += (
+            "the script changes its rows with map: write them by dataset.to_json('rows.jsonl'), and set data.path",
+        )
     return Source(_flat_of(settings), program, notes)
 
 
@@ -710,6 +723,10 @@ def _makes_a_trainer(statement: ast.stmt) -> bool:
     return any(ast.unparse(call.func).endswith("Trainer") for call in calls)
 
 
+def _loads_a_model(call: ast.Call) -> bool:
+    return ast.unparse(call.func).endswith(".from_pretrained")
+
+
 def _literal(node: ast.expr, names: Mapping[str, ast.expr], own: Mapping[str, str], depth: int = 0) -> Any:
     """Return the value of an expression: a literal, a name of one, or one of the `own` functions as `FILE:NAME`."""
     if isinstance(node, ast.Name) and node.id in own:
@@ -720,8 +737,14 @@ def _literal(node: ast.expr, names: Mapping[str, ast.expr], own: Mapping[str, st
         return node.id
     if isinstance(node, ast.List | ast.Tuple):
         return [_literal(item, names, own, depth + 1) for item in node.elts]
-    if isinstance(node, ast.Call) and node.args and ast.unparse(node.func).endswith(".from_pretrained"):
-        return _literal(node.args[0], names, own, depth + 1)
+    loaded = next((x for x in ast.walk(node) if isinstance(x, ast.Call) and _loads_a_model(x)), None)
+    if loaded is not None:
+        named = [x.value for x in loaded.keywords if x.arg in ("model_name", "pretrained_model_name_or_path")]
+        return _literal([*loaded.args, *named, loaded.func][0], names, own, depth + 1)
+    if isinstance(node, ast.JoinedStr):
+        parts = [names.get(ast.unparse(x.value)) if isinstance(x, ast.FormattedValue) else x for x in node.values]
+        if all(isinstance(part, ast.Constant) for part in parts):
+            return "".join(str(part.value) for part in parts if isinstance(part, ast.Constant))
     try:
         return ast.literal_eval(node)
     except (ValueError, TypeError, RecursionError):

@@ -379,6 +379,19 @@ def test_the_first_of_several_programs_is_read_and_the_others_are_told(tmp_path)
     assert chosen.notes[0].startswith("this is the first of 2 programs")
 
 
+def test_optimizer_steps_that_split_groups_become_a_divisor_and_are_told():
+    trl = {"num_generations": 8, "per_device_train_batch_size": 4, "steps_per_generation": 4, "num_processes": 1}
+    openrlhf = {"rollout_batch_size": 8, "n_samples_per_prompt": 3, "train_batch_size": 8, "reward_pretrain": "r"}
+    openrlhf |= {"advantage_estimator": "group_norm", "use_kl_loss": True, "use_kl_estimator_k3": True}
+    for tool, given, steps in (("trl", trl, 4), ("openrlhf", openrlhf, 3)):
+        imported = translate_config(tool, given)
+        assert words(imported)["interfaces.actor.n_minibatches"] == "2"
+        assert [line for line in imported.by_hand if f"{steps} optimizer steps per batch would split" in line]
+    assert words(imported)["interfaces.actor.kl.estimator"] == "k3"
+    uneven = translate_config("trl", trl | {"num_generations": 7})
+    assert [line for line in uneven.by_hand if "16 responses per batch are no multiple of num_generations=7" in line]
+
+
 def test_an_allocation_of_areal_says_its_servers():
     given = {"allocation_mode": "sglang:d4t2+fsdp:d8"} | GROUP_OF_FOUR["areal"]
     imported = translate_config("areal", given)

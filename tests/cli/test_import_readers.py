@@ -184,9 +184,24 @@ def test_a_python_script_as_far_as_it_is_literal():
     assert source.notes[0].startswith("move correct, and what it needs, to a file reward.py")
 
 
-def test_a_model_that_a_script_loads_is_its_path():
-    script = "import trl\nmodel = AutoModelForCausalLM.from_pretrained('a/b')\ntrl.DPOTrainer(model=model)\n"
+@pytest.mark.parametrize(
+    "line",
+    [
+        "model = AutoModelForCausalLM.from_pretrained('a/b')",
+        "model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16).to('cuda')",
+        "model, tokenizer = FastLanguageModel.from_pretrained(model_name=name, load_in_4bit=True)",
+        "model = f'a/{end}'",
+    ],
+)
+def test_a_model_that_a_script_loads_is_its_path(line):
+    script = f"import trl\nname, end = 'a/b', 'b'\nname = 'a/b'\nend = 'b'\n{line}\ntrl.DPOTrainer(model=model)\n"
     assert read_text(script, "train.py")[0].settings == {"model_name_or_path": "a/b"}
+
+
+def test_rows_that_a_script_changes_are_told():
+    script = "import trl\nrows = load_dataset('a/b').map(chat)\ntrl.DPOTrainer('m', train_dataset=rows)\n"
+    (note,) = read_text(script, "train.py")[0].notes
+    assert note.startswith("the script changes its rows with map")
 
 
 def test_a_script_that_names_no_program_says_so(tmp_path):
