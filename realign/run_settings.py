@@ -6,12 +6,42 @@ objects instead. Composing, help and completion read this module, so it does not
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
 from realign.settings import Count, NonNegativeInt, Positive, Range, Settings
+
+FREE = (
+    "callbacks",
+    "checkpoint",
+    "keep_saves",
+    "name",
+    "output_dir",
+    "overwrite",
+    "print_samples_every_steps",
+    "ratio_tolerance",
+    "records",
+    "resume",
+    "resume_allow",
+    "resume_skip",
+    "runtime",
+    "sample_prompts",
+    "save_best",
+    "save_every_steps",
+    "steps",
+    "strict_ratio",
+    "threads",
+    "trackers",
+)
+"""Config keys that do not affect training, with all keys below them; see `is_free`."""
+
+
+def is_free(key: str) -> bool:
+    """Return whether a config key does not affect training, and may differ between a checkpoint and the resumed run."""
+    return key.partition(".")[0] in FREE or re.fullmatch(r"evaluation(s\.[^.]+)?\.every_steps", key) is not None
 
 
 @dataclass

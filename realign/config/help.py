@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,12 +15,13 @@ from realign.config.aliases import describe, index
 from realign.config.classes import Class, Field, Type, first_paragraph, first_sentence
 from realign.config.errors import ConfigError, suggest, unknown_key
 from realign.config.experiment import REPORT
-from realign.config.files import about_files, file_values, list_experiments
-from realign.config.index import Find, class_at
-from realign.config.keys import FIRST, component_at, find_keys, step_into, suggest_keys
-from realign.config.places import ROOTS, Place, schema
+from realign.config.files import GROUPS, about_files, file_values, list_experiments
+from realign.config.index import Find, class_at, indexed
+from realign.config.keys import FIRST, component_at, component_paths, find_keys, step_into, suggest_keys
+from realign.config.places import ROOTS, Place, place_of, schema
 from realign.config.trees import MISSING, get
 from realign.config.words import TARGET, choices, is_component, snake_case
+from realign.run_settings import is_free
 
 _OUTER: Mapping[str, str] = {"Mapping": "dict", "Sequence": "list", "Iterable": "list"}
 _INDENT = "  "
@@ -245,6 +248,67 @@ def _value_text(value: Any) -> str:
     if isinstance(value, Mapping):
         return f"{{{', '.join(f'{key}: {_value_text(item)}' for key, item in value.items())}}}"
     return '""' if value == "" else str(value)
+
+
+# --- what a run changed ---
+
+
+def changed_settings(config: Mapping[str, Any], command: Sequence[str]) -> list[str]:
+    """Return the settings that affect training and differ from their defaults, as `key=value (default value)`.
+
+    The numbers furthest from their default come first, by their ratio. Classes of a user are not imported.
+
+    Args:
+        config: The resolved config of a run.
+        command: Words of its command line. Of the shipped files that it chooses, the values are the defaults.
+    """
+    words = [word for word in command if word.partition("=")[0] in GROUPS and word.partition("=")[2].isidentifier()]
+    files: dict[str, Any] = {}
+    with suppress(ConfigError):  # a file of the user, or of another version
+        files = file_values(words)
+    found = list[tuple[float, str]]()
+    for path in (*component_paths(config), *((name,) for name in _root_keys() if name not in ROOTS)):
+        learning = not is_free(path[0]) and not path[0].startswith("evaluation") and path != ("seed",)
+        if learning and (node := get(config, path)) is not None:
+            found += _changed(place_of(path, indexed), node, get(files, path, MISSING))
+    return [text for _, text in sorted(found, key=lambda item: -item[0])]
+
+
+def _changed(place: Place, node: Any, usual: Any) -> Iterator[tuple[float, str]]:
+    """Yield how far each setting of a node is from its default, with its text; `usual` is what files set."""
+    field = place.field
+    default = field.default if usual is MISSING else usual
+    if isinstance(node, Mapping):
+        below = {**_mapping(field.default), **_mapping(usual)}
+        target = node.get(TARGET)
+        cls, expected = place.class_of(target), place.class_of(below.get(TARGET))
+        if cls != expected:
+            below = {}
+        if cls not in (None, expected) and not place.is_root:
+            yield -1.0, f"{place.key}={snake_case(cls.name)} (default {_value_text(default)})"
+        for name, value in node.items():
+            if name != TARGET:
+                yield from _changed(place.child(str(name), target), value, below.get(name, MISSING))
+    # a value that must be set, or that follows from another one, has no default
+    elif field.types and node != default and not _is_open(field, usual):
+        yield _distance(node, default), f"{place.key}={_value_text(node)} (default {_value_text(default)})"
+
+
+def _is_open(field: Field, usual: Any) -> bool:
+    return field.required if usual is MISSING else usual == "???" or "${" in str(usual)
+
+
+def _distance(value: Any, default: Any) -> float:
+    """Return how far a value is from its default: by their ratio, 0 without one, and -1 for a value that is none."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return -1.0
+    with suppress(ArithmeticError, TypeError, ValueError):
+        return abs(math.log(value / default)) if value * default else math.inf
+    return 0.0
+
+
+def _mapping(node: Any) -> Mapping[str, Any]:
+    return node if isinstance(node, Mapping) else {}
 
 
 # --- the text of `realign help` ---

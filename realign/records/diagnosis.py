@@ -93,6 +93,7 @@ def numbers(run: RunRecords) -> Cause | None:
 
 
 Symptom = Callable[[RunRecords], Cause | None]
+_HEALTHY = "Nothing looks wrong"
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,11 @@ class Diagnosis:
     skipped: tuple[str, ...] = ()
     """Symptoms that failed on these records, each with its error."""
 
+    @property
+    def healthy(self) -> bool:
+        """Whether nothing looks wrong."""
+        return not self.causes and self.sentence.startswith(_HEALTHY)
+
 
 def diagnose(run: RunRecords, further: Iterable[Symptom] = ()) -> Diagnosis:
     """Return what keeps a run from learning.
@@ -115,7 +121,7 @@ def diagnose(run: RunRecords, further: Iterable[Symptom] = ()) -> Diagnosis:
         further: symptoms of your own.
     """
     if run.last == 0:
-        return Diagnosis("The run has no complete step yet.", ())
+        return Diagnosis("The run has no complete step.", ())
     found, skipped = list[Cause](), list[str]()
     for symptom in (*further, *SYMPTOMS):
         try:
@@ -140,9 +146,9 @@ def _judge(run: RunRecords, found: Sequence[Cause]) -> tuple[str, tuple[Cause, .
         name, values = run.goal[0], run.values(run.goal[0])
     course = f"{name} {values[0]:.4g} to {values[-1]:.4g} in {run.last:,} steps" if values else f"{run.last:,} steps"
     if run.last < RECENT:
-        return f"Nothing looks wrong so far, but {run.last} steps are too few to judge.", ()
+        return f"{_HEALTHY} so far, but {run.last} steps are too few to judge.", ()
     if run.learns or not values:
-        return f"Nothing looks wrong: {course}.", ()
+        return f"{_HEALTHY}: {course}.", ()
     return f"No progress beyond noise, and no known cause: {course}.", ()
 
 

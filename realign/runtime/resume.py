@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-import re
 import warnings
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
@@ -15,6 +14,7 @@ from realign.errors import CheckpointError, ConfigError, RunComplete
 from realign.records.checkpoint.folder import CHECKPOINTS, Checkpoint, Start, list_checkpoints, newest
 from realign.records.checkpoint.saved_models import FINAL, damage_of
 from realign.records.checkpoint.schema import check_tree
+from realign.run_settings import is_free
 from realign.runtime.callbacks.run_callbacks import settings_of
 from realign.runtime.experiment import AUTO, CheckpointPart, Experiment
 from realign.runtime.processes.watchdog import WorkerLost
@@ -22,38 +22,9 @@ from realign.runtime.run_checkpoints import config_leaves, config_of, environmen
 from realign.runtime.runtime_spec import Ray
 from realign.version import installed_version
 
-FREE = (
-    "callbacks",
-    "checkpoint",
-    "keep_saves",
-    "name",
-    "output_dir",
-    "overwrite",
-    "print_samples_every_steps",
-    "ratio_tolerance",
-    "records",
-    "resume",
-    "resume_allow",
-    "resume_skip",
-    "runtime",
-    "sample_prompts",
-    "save_best",
-    "save_every_steps",
-    "steps",
-    "strict_ratio",
-    "threads",
-    "trackers",
-)
-"""Config keys that do not affect training, with all keys below them; see `is_free`."""
-
 _ABSENT = "(none)"
 DYNAMIC_SAMPLING = "dynamic_sampling"
 """Config key of the component that ends the run of a solved task."""
-
-
-def is_free(key: str) -> bool:
-    """Return whether a config key does not affect training, and may differ between a checkpoint and the resumed run."""
-    return key.partition(".")[0] in FREE or re.fullmatch(r"evaluation(s\.[^.]+)?\.every_steps", key) is not None
 
 
 def find_start(experiment: Experiment) -> Start | None:

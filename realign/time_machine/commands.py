@@ -19,6 +19,7 @@ from realign.errors import CheckpointError, ExitCode
 from realign.own_files import replace_text
 from realign.records.record_files import json_lines, json_object
 from realign.report.files import flat_config, run_info
+from realign.run_settings import is_free
 from realign.text import visible
 from realign.time_machine.earlier_run import check_writable, experiment_of, resolve_out, run_and_step, run_folder
 
@@ -247,8 +248,6 @@ def _run_of_step(run: Path, step: int) -> Path:
 
 def _print_settings(first: Path, second: Path) -> None:
     """Print the settings that differ, except those that only name a run."""
-    from realign.runtime.resume import is_free
-
     a, b = (flat_config(run / "config.yaml") for run in (first, second))
     keys = [key for key in dict.fromkeys([*a, *b]) if a.get(key) != b.get(key) and not is_free(key)]
     for key in keys:

@@ -9,6 +9,7 @@ import argparse
 import json
 import math
 import re
+import shlex
 import subprocess
 import sys
 from collections import defaultdict
@@ -29,19 +30,22 @@ from realign.records.diagnosis import (
     Symptom,
     diagnose,
     diagnosis_lines,
-    diagnosis_of,
     records_of,
     seeds_disagree,
 )
 from realign.records.evidence import GENERATION
 from realign.records.record_files import METRICS, json_lines, json_object, yaml_object
-from realign.report.files import check_run, flat_config
+from realign.report.data import status
+from realign.report.files import check_run, flat_config, run_info, summary
 from realign.settings import Count, NonNegativeInt
 from realign.text import shorten, visible
 from realign.time_machine.commands import as_word
 from realign.time_machine.earlier_run import experiment_of, run_folder
 
 UNCHANGED, CONTROL, RESPONSES = "unchanged", "shuffled rewards (control)", "4 x responses"
+MOST_CHANGED = 8
+"""Number of changed settings that are shown."""
+_ENDED = {"failed": "failed", "stopped": "was stopped", "interrupted": "was interrupted", "killed": "was killed"}
 SURE = 2.58
 """Standard errors on either side of a mean: an interval of 99%, since about ten changes are compared."""
 
@@ -91,8 +95,48 @@ def why(args: argparse.Namespace, words: Sequence[str]) -> int:
     further = [x() if isinstance(x, type) else x for x in found]
     if len(folders) > 1:
         return _compare_seeds(folders, further)
-    print(*diagnosis_lines(Path(folders[0]), diagnosis_of(Path(folders[0]), further)), sep="\n")
+    print(*why_lines(Path(folders[0]), further), sep="\n")
     return 0
+
+
+def why_lines(folder: Path, further: Sequence[Symptom] = ()) -> list[str]:
+    """Return what `realign why RUN` prints: why the run ended early, what it suffers from, and what it changed."""
+    run = records_of(folder)
+    diagnosis = diagnose(run, further)
+    lines = [*_end_lines(folder, run.last), *diagnosis_lines(folder, diagnosis)]
+    return lines if diagnosis.healthy else [*lines, *_changed_lines(folder, run, in_one_line=bool(diagnosis.causes))]
+
+
+def _end_lines(folder: Path, last: int) -> list[str]:
+    """Return why a run ended before its last step, and a command to go on; nothing for another run."""
+    info, end = run_info(folder), summary(folder)
+    state, reason = status(folder, info, end).values()
+    if state not in _ENDED:
+        return []
+    words = ["realign", str(folder / "config.yaml")]
+    key = reason.partition(":")[0]  # of the callback, see `Stop.describe`
+    words += [f"{key}=null"] * (state == "stopped" and re.fullmatch(r"[\w.]+", key) is not None)
+    if any(folder.glob("checkpoints/step_*")):
+        words += ["overwrite=false", "resume=auto", f"output_dir={folder}"]
+    else:
+        words += [f"output_dir={folder}-again"]
+    after = f"{_ENDED[state]} after {last:,} of {info['steps'] or end['steps'] or last:,} steps"
+    why = f": {shorten(reason, 500).removesuffix('.')}" if reason else ""
+    return [visible(f"The run {after}{why}."), "To go on:", f"   {shlex.join(words)}", ""]
+
+
+def _changed_lines(folder: Path, run: RunRecords, *, in_one_line: bool) -> list[str]:
+    """Return the settings of a run that differ from the defaults, and can change learning."""
+    from realign.config.help import changed_settings
+
+    attempts, found = run_info(folder)["attempts"], list[str]()
+    with suppress(Exception):  # a config may come from a stranger, and a value be of any kind
+        found = changed_settings(run.config, (attempts[-1]["command"] if attempts else None) or ())
+    shown = [visible(shorten(text, 200)) for text in found[:MOST_CHANGED]]
+    count = f", {MOST_CHANGED} of {len(found)}" if len(found) > MOST_CHANGED else ""
+    head = f"Settings that differ from the defaults{count}:"
+    lines = [f"{head} {', '.join(shown)}"] if in_one_line else [head, *(f"   {text}" for text in shown)]
+    return ["", *lines] if shown else []
 
 
 def _compare_seeds(folders: Sequence[str], further: Sequence[Symptom]) -> int:
@@ -327,4 +371,4 @@ def _difference(values: Mapping[Any, float], base: Mapping[Any, float]) -> Moved
     return Moved(fmean(differences), SURE * stdev(differences) / math.sqrt(n) if n > 1 else math.inf)
 
 
-__all__ = ["WhyOptions", "candidates", "effects", "resets", "why"]
+__all__ = ["WhyOptions", "candidates", "effects", "resets", "why", "why_lines"]

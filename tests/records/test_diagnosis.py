@@ -16,6 +16,7 @@ from realign.records.diagnosis import (
     seeds_disagree,
     words_of_causes,
 )
+from realign.time_machine.why import why_lines
 
 ROOT = Path(__file__).parents[2]
 CONFIG = {
@@ -212,7 +213,7 @@ def test_rows_of_offline_training_say_nothing_about_the_policy():
 
 
 def test_few_steps_and_no_steps_are_not_judged():
-    assert diagnose(RunRecords([{"step": 0}])).sentence == "The run has no complete step yet."
+    assert diagnose(RunRecords([{"step": 0}])).sentence == "The run has no complete step."
     assert "too few to judge" in diagnose(RunRecords(history()[:4], CONFIG)).sentence
     rising = [{"step": step, "reward": 0.3 + 0.1 * step, "eval/reward": 0.375 - 0.03 * (step > 2)} for step in range(4)]
     assert "too few to judge" in diagnose(RunRecords(rising, CONFIG)).sentence
@@ -273,6 +274,68 @@ def test_a_symptom_of_the_user_is_shown_with_the_others(tmp_path):
     assert f"   realign {tmp_path}/config.yaml seed=1 output_dir={tmp_path}-again" in lines
 
 
+def run_folder(folder, records, settings, command=(), **end):
+    """Write the files of a run that ended."""
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    (folder / "config.yaml").write_text(json.dumps(settings))
+    attempt = {"command": ["realign", *command], "ended": "2026-01-01", "host": "", **end}
+    (folder / "run.json").write_text(json.dumps({"steps": STEPS, "attempts": [attempt]}))
+    return folder
+
+
+def test_a_run_that_ended_early_says_why_first_and_how_to_go_on(tmp_path):
+    config_file = f"   realign {tmp_path}/config.yaml"
+    run_folder(tmp_path, [{"step": 0}], CONFIG, status="failed", reason="dynamic_sampling: none passed.")
+    assert why_lines(tmp_path)[:5] == [
+        "The run failed after 0 of 20 steps: dynamic_sampling: none passed.",
+        "To go on:",
+        f"{config_file} output_dir={tmp_path}-again",
+        "",
+        "The run has no complete step.",
+    ]
+    run_folder(tmp_path, history(0.2, 0.9)[:6], CONFIG, status="stopped", reason="callbacks.stop: no better 'loss'")
+    (tmp_path / "checkpoints/step_000005").mkdir(parents=True)
+    ended, _, command, *_ = why_lines(tmp_path)
+    assert ended == "The run was stopped after 5 of 20 steps: callbacks.stop: no better 'loss'."
+    assert command == f"{config_file} callbacks.stop=null overwrite=false resume=auto output_dir={tmp_path}"
+    run_folder(tmp_path, history(0.2, 0.9), CONFIG, status="completed", reason="")
+    assert why_lines(tmp_path) == ["Nothing looks wrong: reward 0.2 to 0.9 in 20 steps."]
+    (tmp_path / "run.json").unlink()
+    (tmp_path / "summary.json").write_text('{"status": "stopped", "reason": "by hand; id", "steps": 30}')
+    assert why_lines(tmp_path)[0] == "The run was stopped after 20 of 30 steps: by hand; id."
+    assert "null" not in why_lines(tmp_path)[2]
+
+
+def test_settings_that_differ_from_the_defaults_follow_unless_the_run_is_healthy(tmp_path):
+    grpo = {"_target_": "realign.interfaces.grpo.GRPOActorInterface", "generation": {"n": 8, "max_new_tokens": 256}}
+    clip = {"_target_": "realign.interfaces.components.objectives.Clip", "low": 0.2, "high": 0.2}
+    rule = {"_target_": "realign.interfaces.rule_reward.RuleRewardInterface", "function": "mine.py:right"}
+    settings = {
+        "seed": 3,
+        "output_dir": "runs/x",
+        "batch_prompts": 16,
+        "models": {"actor": {"path": "model", "optimizer": {"lr": 1e-3, "eps": 1.0, "schedule": {"warmup": 10}}}},
+        "interfaces": {"actor": {**grpo, "objective": clip, "entropy": {"coef": 0.01}}, "reward": rule},
+        "data": {"_target_": "sys.exit", "column": "x"},
+        "evaluation": {"every_steps": 3},
+    }
+    changed = [
+        "interfaces.actor.entropy.coef=0.01 (default 0)",
+        "models.actor.optimizer.eps=1 (default 1e-08)",
+        "interfaces.actor.generation.max_new_tokens=256 (default 512)",
+        "batch_prompts=16 (default 32)",
+        "models.actor.optimizer.lr=0.001 (default null)",
+    ]
+    run_folder(tmp_path, history(held_out=FLAT), settings, ["experiment=grpo", "batch_prompts=16"], status="completed")
+    lines = why_lines(tmp_path)
+    assert lines[0].startswith("No progress beyond noise, and no known cause")
+    assert lines[1:] == ["", "Settings that differ from the defaults:", *(f"   {text}" for text in changed)]
+    run_folder(tmp_path, history(nonfinite_steps=1.0), settings, ["experiment=grpo"], status="completed")
+    assert why_lines(tmp_path)[-1] == f"Settings that differ from the defaults: {', '.join(changed)}"
+    run_folder(tmp_path, history(0.2, 0.9, (0.2, 0.4, 0.6, 0.8, 0.9)), settings, status="completed")
+    assert len(why_lines(tmp_path)) == 1
+
+
 def test_the_page_has_a_heading_for_each_cause():
     headings = re.findall(r"^### (\S+)$", (ROOT / PAGE).read_text(), re.M)
     assert headings == list(words_of_causes())
@@ -286,3 +349,5 @@ def test_damaged_records_and_settings_do_not_stop_it(tmp_path):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (tmp_path / "config.yaml").write_text("models: {actor: {optimizer: {lr: [1]}}}\ninterfaces: {actor: {kl: x}}\n")
     assert diagnosis_of(tmp_path).sentence
+    run_folder(tmp_path, [{"step": "x"}], {"models": 3, "data": [1]}, [None, 1], status={}, reason=7)
+    assert why_lines(tmp_path) == ["The run has no complete step."]
