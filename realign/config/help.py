@@ -20,7 +20,7 @@ from realign.config.index import Find, class_at, indexed
 from realign.config.keys import FIRST, component_at, component_paths, find_keys, step_into, suggest_keys
 from realign.config.places import ROOTS, Place, place_of, schema
 from realign.config.trees import MISSING, get
-from realign.config.words import TARGET, choices, is_component, snake_case
+from realign.config.words import TARGET, choices, is_component, is_word, snake_case
 from realign.run_settings import is_free
 
 _OUTER: Mapping[str, str] = {"Mapping": "dict", "Sequence": "list", "Iterable": "list"}
@@ -308,7 +308,8 @@ def _distance(value: Any, default: Any) -> float:
 
 
 def _mapping(node: Any) -> Mapping[str, Any]:
-    return node if isinstance(node, Mapping) else {}
+    """Return a component that may be given by its word, as a mapping; empty for another value."""
+    return node if isinstance(node, Mapping) else {TARGET: node} if is_word(node) else {}
 
 
 # --- the text of `realign help` ---

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from realign.cli import main
+from realign.config.index import class_at
 from realign.interfaces.components import Clip, Gspo
 from realign.interfaces.grpo import GRPOActorInterface
 from realign.records.diagnosis import RunRecords
@@ -32,10 +33,12 @@ def slow(task, train):
 
 def test_records_are_judged_without_torch(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "nonfinite_steps": 1.0}\n')
+    (tmp_path / "config.yaml").write_text("models: {actor: {optimizer: {eps: 1.0}}}\n")
+    assert class_at("realign.api.ModelSpec")  # writes the index after an edit
     code = f"import sys\nfrom realign.cli import main\nprint(main(['why', {str(tmp_path)!r}]), 'torch' in sys.modules)"
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert said.startswith("The loss or the gradient is not finite, for the first time in step 1.")
-    assert said.endswith("0 False\n")
+    assert said.endswith("models.actor.optimizer.eps=1 (default 1e-08)\n0 False\n")
 
 
 def test_a_planted_learning_rate_is_found_by_forks_that_are_made_once(slow, monkeypatch, capsys):
