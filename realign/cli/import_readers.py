@@ -219,6 +219,7 @@ def _split(path: Any, split: str) -> str | None:
 _FUNCTIONS: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {
         "ceil": lambda x: math.ceil(round(x, 9)),
+        "floor": lambda x: math.floor(round(x, 9)),
         "divisor": lambda of, most: next(x for x in range(max(1, min(of, most)), 0, -1) if of % x == 0),
         "min": min,
         "max": max,
