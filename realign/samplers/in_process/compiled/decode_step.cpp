@@ -228,7 +228,7 @@ class Team {
     }
 
   private:
-    static constexpr int SPINS = 4096;
+    static constexpr int SPINS = 1 << 20;  // about a millisecond
     const int64_t size_;
     std::atomic<int64_t> arrived_{0}, meetings_{0};
     std::mutex mutex_;
