@@ -266,12 +266,12 @@ def changed_settings(config: Mapping[str, Any], command: Sequence[str]) -> list[
     files: dict[str, Any] = {}
     with suppress(ConfigError):  # a file of the user, or of another version
         files = file_values(words)
-    found = list[tuple[float, str]]()
+    changes = list[tuple[float, str]]()
     for path in (*component_paths(config), *((name,) for name in _root_keys() if name not in ROOTS)):
         learning = not is_free(path[0]) and not path[0].startswith("evaluation") and path != ("seed",)
         if learning and (node := get(config, path)) is not None:
-            found += _changed(place_of(path, indexed), node, get(files, path, MISSING))
-    return [text for _, text in sorted(found, key=lambda item: -item[0])]
+            changes += _changed(place_of(path, indexed), node, get(files, path, MISSING))
+    return [text for _, text in sorted(changes, key=lambda item: -item[0])]
 
 
 def _changed(place: Place, node: Any, usual: Any) -> Iterator[tuple[float, str]]:

@@ -66,12 +66,12 @@ class RoundedWeight:
         low_MK = weight_MK.detach().to(torch.bfloat16)
         self.backward_MK = low_MK if multiplies_bf16() else low_MK.float()
         """The values, in the dtype in which the backward pass multiplies."""
-        self.product = _multiply_by(self.backward_MK.float()) if multiply_by is None else multiply_by(low_MK)
+        self.product: Callable[[Tensor], Tensor]
         """Returns the product [N, M] in fp32 of rows with the weight."""
-
-
-def _multiply_by(weight_MK: Tensor) -> Callable[[Tensor], Tensor]:
-    return partial(F.linear, weight=weight_MK)
+        if multiply_by is None:
+            self.product = partial(F.linear, weight=self.backward_MK.float())
+        else:
+            self.product = multiply_by(low_MK)
 
 
 class RoundedWeights:

@@ -81,15 +81,15 @@ def _cause(name: str, sure: float, *facts: str, **values: Any) -> Cause:
 
 def numbers(run: RunRecords) -> Cause | None:
     """Compare metrics and settings with the limits that causes.yaml has, and return the surest cause."""
-    found = list[Cause]()
+    causes = list[Cause]()
     for name, words in words_of_causes().items():
         key, sign, limit = words.get("when", "nothing > 0").split()
         value = run.recent(key) if run.values(key) else float(run.setting(key, math.nan))
         bound = float(run.setting(limit, limit if limit[0].isdecimal() else math.nan))
         beyond = {">": value > bound, ">=": value >= bound, "<": value < bound}[sign]
         if beyond and (words.get("always") or not run.learns):
-            found.append(_cause(name, words["sure"], f"{key}: {value:.4g}", value=value, bound=bound))
-    return max(found, key=lambda cause: cause.sure, default=None)
+            causes.append(_cause(name, words["sure"], f"{key}: {value:.4g}", value=value, bound=bound))
+    return max(causes, key=lambda cause: cause.sure, default=None)
 
 
 Symptom = Callable[[RunRecords], Cause | None]

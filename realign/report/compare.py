@@ -5,6 +5,7 @@ Everything fits the width of the terminal: texts wrap, tables continue below, an
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -158,7 +159,11 @@ def _metrics(groups: Sequence[Sequence[Mapping[str, Any]]], heads: Sequence[str]
     ]
     if rows[0][1] == heads:
         del rows[0]
-    rows += [(name, [_values(group, name) for group in groups]) for name in _names(runs)]
+    headline, others = _names(runs)
+    rows += [(name, [_values(group, name) for group in groups]) for name in headline]
+    further = [(name, [_values(group, name) for group in groups]) for name in others]
+    # of these, what says something: the metrics in which they differ
+    rows += [(name, row) for name, row in further if len(groups) == 1 or len({*row}) > 1]
     title = "Metrics: last (best, step)"
     title += "; of several seeds: mean ± standard error" if any(len(group) > 1 for group in groups) else ""
     tables = _tables(heads, rows, width)
@@ -181,14 +186,14 @@ def _span(values: Sequence[int]) -> str:
     return str(min(values)) if min(values) == max(values) else f"{min(values)} to {max(values)}"
 
 
-def _names(runs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the metrics that a run recorded: evaluations first, then the headline, then all others."""
+def _names(runs: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[str]]:
+    """Return the metrics that a run recorded: evaluations and the headline, and all others."""
     recorded = dict.fromkeys(
         name for run in runs for name in run["metrics"]["values"] if not is_noise(_values_of(run, name))
     )
-    held_out = held_out_metrics(recorded)
     headline = [name for run in runs for name in run["info"]["headline"] if name in recorded]
-    return list(dict.fromkeys([*held_out, *headline, *recorded]))
+    first = list(dict.fromkeys([*held_out_metrics(recorded), *headline]))
+    return first, [name for name in recorded if name not in first]
 
 
 def _values(group: Sequence[Mapping[str, Any]], name: str) -> str:
@@ -251,7 +256,7 @@ def _branches(runs: Sequence[Mapping[str, Any]], heads: Sequence[str]) -> list[T
         if (fork := _shared_steps(runs[first], runs[second])) is None:
             continue
         curves = [_curves(Path(runs[i]["folder"])) for i in (first, second)]
-        for name in _names([runs[first], runs[second]]):
+        for name in itertools.chain(*_names([runs[first], runs[second]])):
             shared = sorted(step for step in curves[0].keys() & curves[1].keys() if step > fork)
             pairs = [(curves[0][step].get(name), curves[1][step].get(name)) for step in shared]
             differences = [b - a for a, b in pairs if a is not None and b is not None]

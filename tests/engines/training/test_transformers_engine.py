@@ -19,6 +19,7 @@ from realign.errors import RunError
 from realign.functional.rounding import active_rounding
 from realign.interfaces.components import Constant, SeqMeanTokenMean, SeqMeanTokenSum, TokenMean
 from realign.samplers.in_process.compiled import fusion
+from realign.samplers.in_process.compiled.trunk import tile_products
 from realign.samplers.in_process.settings import InProcessSampling
 from tests.grids import rotating
 from tests.tiny import FAMILIES, ONE, STEP, Likelihood, random_sample, tiny_engine, train, weights
@@ -418,7 +419,8 @@ def test_trap_b9_bfloat16_computes_over_fp32_weights():
         def loss(out, mb, seen=seen, dtype=dtype):
             seen.append(out.logprobs().dtype)
             weight_VH = out.head.weight_VH.detach().to(dtype).float()  # a CPU rounds weights only
-            torch.testing.assert_close(out.logits, out.hidden_TH @ weight_VH.T, rtol=0, atol=1e-5)
+            near = 1e-5 if dtype == torch.bfloat16 and tile_products() else 0.0
+            torch.testing.assert_close(out.logits, out.hidden_TH @ weight_VH.T, rtol=0, atol=near)
             return Likelihood().loss(out, mb)
 
         results[dtype] = stat_values(engine.train_batch(data, ONE, loss, Likelihood().weight))

@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <cstring>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -218,18 +219,29 @@ class Team {
         return {blocks * index / size_ * block, std::min(count, blocks * (index + 1) / size_ * block)};
     }
 
-    // Calls `work` with the index of each thread.
+    // Calls `work` with the index of each thread. They are fewer if the system gives no more, which changes no bit.
     template <typename Work>
-    static void run(int64_t size, const Work& work) {
+    void run(const Work& work) {
         std::vector<std::thread> others;
-        for (int64_t i = 1; i < size; i++) others.emplace_back(work, i);
+        {
+            std::lock_guard<std::mutex> all_wait_for_the_size(mutex_);
+            try {
+                for (int64_t i = 1; i < size_; i++)
+                    others.emplace_back([&, i] {
+                        { std::lock_guard<std::mutex> wait(mutex_); }
+                        work(i);
+                    });
+            } catch (const std::system_error&) {
+                size_ = others.size() + 1;
+            }
+        }
         work(0);
         for (std::thread& other : others) other.join();
     }
 
   private:
     static constexpr int SPINS = 1 << 20;  // about a millisecond
-    const int64_t size_;
+    int64_t size_;
     std::atomic<int64_t> arrived_{0}, meetings_{0};
     std::mutex mutex_;
     std::condition_variable all_here_;
@@ -552,7 +564,7 @@ int64_t realign_scratch(const Trunk* trunk, int64_t rows, int64_t threads) {
 void realign_decode(const Trunk* trunk, int64_t rows, int64_t first_slot, int64_t slot_step, const int64_t* ids,
                     const int64_t* positions, float* x, float* scratch, int64_t threads) {
     Team team(threads);
-    Team::run(threads, [&](int64_t me) {
+    team.run([&](int64_t me) {
         decode(trunk, rows, first_slot, slot_step, ids, positions, x, scratch, threads, me, team);
     });
 }
@@ -570,8 +582,8 @@ int64_t realign_has_tiles() {
 // c[rows, columns] = a[rows, inputs] * w[inputs, columns]
 void realign_product(int64_t rows, const float* a, const void* w, int64_t inputs, int64_t columns, float* c,
                      int64_t stored, int64_t threads) {
-    const Team team(threads);
-    Team::run(threads, [&](int64_t me) {
+    Team team(threads);
+    team.run([&](int64_t me) {
         const Range r = team.part(me, columns, BLOCK);
         start_with(rows, nullptr, r, c, columns);
         add_product(stored, rows, a, inputs, w, inputs, columns, r, c, columns);

@@ -127,7 +127,7 @@ class Fusion:
         if self.known:
             return
         with suppress(_Unknown):
-            _check_parts(self._model, torch.float32)
+            _check_parts(self._model)
             if self.lender is not None:
                 self.lender.gather_embeddings_and_heads()
             self._compare()
@@ -146,7 +146,11 @@ class Fusion:
 
     def _check(self, dtype: torch.dtype) -> None:
         if self._args is None:
-            _check_parts(self._model, dtype)
+            _check_parts(self._model)
+        if dtype != torch.float32 and _has_adapters(self._model):
+            raise _Unknown(
+                "its products are not in float32: a sum of weight and adapter would lose what an adapter adds"
+            )
         # in each rollout, since free memory changes; a model that was refused for it is compared later
         _check_memory(self._model.base_model.layers, dtype)
 
@@ -192,7 +196,7 @@ class Fusion:
             base = self._model.base_model
             turns = _rotations(self._model, length)
             embedding = base.embed_tokens.weight.detach()
-            rounded = active_rounding() is not None and not hasattr(self._model, "peft_config")
+            rounded = active_rounding() is not None and not _has_adapters(self._model)
             trunk = self.path.fastest(FusedTrunk(embedding, layers, _norm(base.norm), turns, rounded))
             self.obstacle = None
             return trunk
@@ -402,7 +406,7 @@ def _prefill_and_decode(
     return _norm(model.base_model.norm)(hidden_TH)
 
 
-def _check_parts(model: Any, dtype: torch.dtype) -> None:
+def _check_parts(model: Any) -> None:
     """Raise `_Unknown` if the model has a part that `_read` does not support."""
     base, config = model.base_model, model.config
     if config.model_type not in FAMILIES:
@@ -421,9 +425,9 @@ def _check_parts(model: Any, dtype: torch.dtype) -> None:
         inner = {"gate_up_proj"} if hasattr(mlp, "gate_up_proj") else {"gate_proj", "up_proj"}
         _check_children("an mlp", mlp, inner | {"down_proj"}, {"act_fn", "activation_fn"})
         for linear in (*(getattr(attention, n) for n in projections), attention.o_proj, mlp.down_proj):
-            _check_linear(linear, dtype)
+            _check_plain(_base(linear), nn.Linear)
         for name in inner:
-            _check_linear(getattr(mlp, name), dtype)
+            _check_plain(_base(getattr(mlp, name)), nn.Linear)
     _check_plain(base.embed_tokens, nn.Embedding)
 
 
@@ -433,16 +437,13 @@ def _check_children(what: str, module: nn.Module, needed: set[str], allowed: set
         raise _Unknown(f"{what} consists of {sorted(children)} instead of {sorted(needed)}")
 
 
-def _check_linear(linear: Any, dtype: torch.dtype) -> None:
-    """Raise `_Unknown` unless the layer is an fp32 linear layer, or one with an adapter whose product is in fp32.
-
-    In bf16, a sum of weight and adapter would lose what the trainer adds to its product with the weight.
-    """
-    _check_plain(linear.get_base_layer() if _is_adapted(linear) and dtype == torch.float32 else linear, nn.Linear)
+def _has_adapters(model: Any) -> bool:
+    return hasattr(model, "peft_config")
 
 
-def _is_adapted(linear: Any) -> bool:
-    return hasattr(linear, "lora_A")  # a layer of peft, which may not be installed
+def _base(linear: Any) -> Any:
+    """Return the layer that an adapter adapts, or a layer without one itself."""
+    return linear.get_base_layer() if hasattr(linear, "lora_A") else linear
 
 
 def _check_plain(module: nn.Module, kind: type[nn.Module]) -> None:
@@ -565,7 +566,7 @@ def _linear(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Linear:
 
 def _weight(linear: Any) -> Tensor:
     """Return the weight with which a linear layer computes, including its adapter."""
-    if not _is_adapted(linear) or linear.disable_adapters:
+    if _base(linear) is linear or linear.disable_adapters:
         return _rounded(linear.weight)
     up, down = (_rounded(part[ADAPTER].weight) for part in (linear.lora_B, linear.lora_A))
     return _rounded(linear.weight) + linear.scaling[ADAPTER] * (up @ down)

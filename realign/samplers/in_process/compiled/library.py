@@ -1,6 +1,6 @@
 """Compile `decode_step.cpp` on first use, cache the shared library on disk, and load it.
 
-The library does not depend on torch, so a build takes about a second. Its file name contains a hash of the source, the
+The library does not depend on torch, so a build takes two seconds. Its file name contains a hash of the source, the
 compiler, its flags, the CPU, and the versions of torch and Python. Concurrent builds are safe: each process compiles to
 a temporary file, and renames it to the final name. Loading a library runs its code, so folder and file must not be
 writable by other users.
@@ -34,7 +34,7 @@ COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fno-math-errno", "-ffp-contract=fast", "-fPIC", "-shared", "-pthread")
 
 TIMEOUT_S = 300
-"""Time limit of a build in seconds. A build takes about a second on an idle machine."""
+"""Time limit of a build in seconds. A build takes two seconds on an idle machine."""
 
 
 class CompiledDecode(StrEnum):

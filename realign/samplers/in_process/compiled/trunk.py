@@ -76,8 +76,10 @@ class StoredWeight(NamedTuple):
         inputs, outputs = weight_KM.shape
         values = weight_KM if form is Form.floats else weight_KM.to(torch.bfloat16)
         if form is Form.tiles:
-            values = F.pad(values, (0, -outputs % _TILES, 0, -inputs % _TILES)).unflatten(0, (-1, 16, 2))
-            values = values.unflatten(3, (-1, 2, 16)).permute(3, 0, 4, 1, 5, 2)
+            missing = -inputs % _TILES, -outputs % _TILES
+            if any(missing):  # `pad` always copies
+                values = F.pad(values, (0, missing[1], 0, missing[0]))
+            values = values.unflatten(0, (-1, 16, 2)).unflatten(3, (-1, 2, 16)).permute(3, 0, 4, 1, 5, 2)
         return cls(values.contiguous(), form, (inputs, outputs), library)
 
     def product(self, x_NK: Tensor, threads: int) -> Tensor:
@@ -166,7 +168,7 @@ class CompiledTrunk:
 
     def computes(self, rows: int, threads: int) -> bool:
         """Return whether the library computes a decode step; torch computes those for which it is faster."""
-        return rows * self._mean_weights <= threads * _LARGE_PRODUCT
+        return self._trunk.stored == Form.tiles or rows * self._mean_weights <= threads * _LARGE_PRODUCT
 
     def decode(self, ids_B: Tensor, positions_B: Tensor, cache: KVCache, threads: int = 1) -> Tensor:
         """Return the last hidden states [B, H] of one token per row, and write its keys and values to the cache.

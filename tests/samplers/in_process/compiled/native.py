@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from realign.api import GenerationConfig
+from realign.models import Lora
 from realign.models.network.heads import read_head
 from realign.samplers.in_process.compiled.library import COMPILERS, find_compiler
+from realign.samplers.in_process.compiled.trunk import tile_products
 from realign.samplers.in_process.generate import generate
 from realign.samplers.in_process.rollout_model import RolloutModel
 from realign.samplers.in_process.settings import InProcessSampling
 from tests.samplers.in_process.rollouts import prompts, sample_of
+from tests.tiny import tiny_model
 
 requires_compiler = pytest.mark.skipif(
     find_compiler() is None, reason=f"no C++ compiler is installed (CXX, {', '.join(COMPILERS)})"
 )
+
+
+def close(half: bool) -> float:
+    """Return how far results may be from torch's: products by tiles of bf16 have 16 bits."""
+    return 5e-5 if half and tile_products() is not None else 1e-5
 
 
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -43,3 +52,13 @@ def rollout(model, fused, max_slots=5, **config):
         eos_token_ids=range(2, 8),
         tokenizer=None,
     )
+
+
+def adapted_model(family="llama"):
+    """Return a model with trained LoRA adapters."""
+    model = tiny_model(family)
+    Lora(target_modules=["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]).prepare(model, path="", seed=0)
+    for name, x in model.named_parameters():
+        if "lora_B" in name:
+            x.data.normal_(0, 0.1, generator=torch.Generator().manual_seed(len(name)))
+    return model
