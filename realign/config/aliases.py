@@ -284,7 +284,9 @@ def _entries(name: str) -> tuple[tuple[str | None, Row], ...]:
         section = index().get(name.partition(".")[0], ())
         entries = tuple(entry for entry in section if entry[1].answer or entry[1].keys == ("evaluation",))
         path = name.split(".")
-        of_field = index().get(path[-1], ()) if len(path) >= DEPTH_OF_FIELDS else ()
+        fields_of_others = index().get(path[-1], ()) if len(path) >= DEPTH_OF_FIELDS else ()
+        # A name that is also realign's own (`lr`) stands at a wrong place, which is reported as such.
+        of_field = tuple(of for of in fields_of_others if not any(key.endswith(f".{path[-1]}") for key in of[1].keys))
         if not entries and of_field and path[0] in ("interfaces", "models") and not find_keys(name):
             entries = of_field  # unless a component has such a field, see `_is_own`
     elif not entries and name not in (*(own.name for own in fields(ExperimentConfig)), *GROUPS):
@@ -333,6 +335,9 @@ def _only_key(word: str, patterns: Sequence[str], config: Mapping[str, Any]) -> 
         return patterns[0]
     name = _parts(word)[1]
     keys = [key for pattern in patterns for key in _match_keys(pattern, config)]
+    root, *role = name.split(".")[:2]
+    if root in ROOTS and ROOTS[root].per_role and role:
+        keys = [key for key in keys if not key.startswith(f"{root}.") or key.split(".")[1:2] == role]
     if len(keys) > 1:
         raise ConfigError(f"{name} may mean {' or '.join(keys)}. Set the one that you mean.")
     if not keys and not has_experiment(config):
@@ -374,7 +379,7 @@ def _is_own(key: str, config: Mapping[str, Any]) -> bool:
     node = config.get(root) if root in _OWN_ROOTS and rest else None
     names = rest.split(".")
     per_role = root in ROOTS and ROOTS[root].per_role
-    if per_role and key.count(".") == DEPTH_OF_FIELDS - 1 and isinstance(node, Mapping) and names[0] not in node:
+    if per_role and key.count(".") >= DEPTH_OF_FIELDS - 1 and isinstance(node, Mapping) and names[0] not in node:
         return True  # a typo in a role, which is reported as such
     if key.count(".") >= DEPTH_OF_FIELDS - 1 and isinstance(node, Mapping) and isinstance(node.get(names[0]), Mapping):
         node, names = node[names[0]], names[1:]  # of a role

@@ -631,7 +631,9 @@ if __name__ == "__main__":
 
 
 def test_a_script_of_trl_trains_with_its_reward(tiny_run, monkeypatch, capsys):
-    # Its functions are imported from the script, which names TRL: a user of it has it, the tests don't.
+    # Its functions are imported from the script, which names TRL: a user of it has it, the tests don't. The processes
+    # of the reward find the file, and this one must not keep it.
+    (tiny_run / "trl.py").write_text("GRPOTrainer = None\n")
     monkeypatch.setitem(sys.modules, "trl", SimpleNamespace(GRPOTrainer=None))
     (tiny_run / "train_grpo.py").write_text(SCRIPT)
     rows = [{"prompt": [{"role": "user", "content": f"{i} + 0 ="}]} for i in range(8)]

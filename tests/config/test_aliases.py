@@ -240,6 +240,18 @@ class OwnData:
     train_files: str = ""
 
 
+@pytest.mark.parametrize(
+    "word", ["models.actr.optimizer.lr=1", "models.ref.optimizer.lr=1", "models.actr.optimizer.learning_rate=1"]
+)
+def test_a_wrong_path_is_reported_as_such_and_not_read_as_a_key_of_another_role(word):
+    assert translate([GRPO, word]).overrides == [GRPO, word]
+
+
+def test_a_name_below_another_role_is_not_the_actors():
+    with pytest.raises(ConfigError, match="no role of this experiment has the key"):
+        translate([GRPO, "interfaces.reward.generation.num_generations=4"])
+
+
 def test_a_field_of_a_users_own_objective_is_not_replaced():
     own = [GRPO, "interfaces.actor.objective=mine.py:Mine", "interfaces.actor.objective.epsilon=1"]
     assert translate(own).overrides == own
