@@ -430,12 +430,13 @@ def _texts(words: Sequence[str], program: str) -> dict[str, list[str]]:
 
 
 class _Shell:
-    """Just enough of a shell to read a launch script: variables, arrays, here-documents, and simple tests."""
+    """Just enough of a shell to read a launch script: variables, arrays, here-documents, tests, sourced files."""
 
     def __init__(self, path: str = "") -> None:
         self.variables: dict[str, str | list[str]] = {"HOME": str(Path.home()), "PWD": os.getcwd()}
         self.variables |= dict.fromkeys(("0", "BASH_SOURCE"), path)
         self.commands: list[list[str]] = []
+        self.read = {Path(path).resolve()}
         self.blocks: list[list[Any]] = []
         """For each open `if`, `case` or loop: its kind, whether it runs now, whether a branch ran, and its word."""
 
@@ -539,6 +540,12 @@ class _Shell:
                 name, value = words[0].split("=", 1)
                 self._assign(f"{name}=", value)
                 words = words[1:]
+            if words[:1] in (["source"], ["."]) and words[1:]:
+                file = Path(words[1]).resolve()
+                if file.is_file() and file not in self.read:
+                    self.read.add(file)
+                    self.commands_of(_text_of(words[1]))
+                words = []
             self.commands += [words] if words else []
             if "-c" in words[:-1] and {"bash", "sh"} & {*words}:
                 self.commands_of(words[words.index("-c") + 1])

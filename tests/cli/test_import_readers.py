@@ -78,6 +78,15 @@ fi
 """
 
 
+def test_the_variables_of_a_sourced_file_are_read(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "common.sh").write_text("source run.sh  # itself\nLR=1e-6\nMODEL=org/name\n")
+    script = 'source "$(dirname "$0")/common.sh"\n. ./absent.sh\ntrl sft --learning_rate $LR --model $MODEL --x $Y\n'
+    (tmp_path / "run.sh").write_text(script)
+    (read,) = read_sources(["run.sh"])
+    assert read.settings == {"learning_rate": 1e-6, "model": "org/name", "x": "$Y"}
+
+
 def test_a_here_document_that_deepspeed_starts():
     (source,) = read_text(HERE_DOCUMENT, "run.sh")
     assert source.program == "openrlhf.cli.train_dpo"
