@@ -16,8 +16,13 @@
 #include <thread>
 #include <vector>
 
-#if defined(__AMX_BF16__) && defined(__linux__)
+#if defined(__FMA__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+#if defined(__AMX_BF16__) && defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
 #define HAS_TILES
@@ -75,6 +80,20 @@ inline void store(float* p, Vec v) { std::memcpy(p, &v, sizeof v); }
 
 inline Vec spread(float x) { return x - Vec{}; }
 
+// a * b + c with one rounding. Said explicitly, since compilers do it in one instance of a template and not in another
+// (GCC for AMD, where a sum depends on the one before), and rows must not depend on how many there are.
+inline Vec multiply_add(Vec a, Vec b, Vec c) {
+#if defined(__AVX512F__)
+    return (Vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+    return (Vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+    return (Vec)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+    return a * b + c;
+#endif
+}
+
 inline float sum(Vec v) {
     float x[LANES];
     std::memcpy(x, &v, sizeof v);
@@ -116,8 +135,8 @@ inline void tile(const float* a, int64_t lda, const T* w, int64_t ldw, float* c,
             weights[j] = load(w + j * LANES);
         }
         for (int r = 0; r < R; r++) {
-            const float x = a[r * lda + k];
-            for (int j = 0; j < W; j++) sums[r][j] += x * weights[j];
+            const Vec x = spread(a[r * lda + k]);
+            for (int j = 0; j < W; j++) sums[r][j] = multiply_add(x, weights[j], sums[r][j]);
         }
     }
     for (int r = 0; r < R; r++)
