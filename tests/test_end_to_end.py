@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from examples.demos.addition import main as demo
 from realign.api import GenerationConfig, MicroBatchSpec
 from realign.config import build_experiment, compose
-from realign.demo.__main__ import main as demo
 from realign.demo.arithmetic import add_without_carry
 from realign.functional import KLEstimator
 from realign.interfaces.components import KLPenalty, KLPlace

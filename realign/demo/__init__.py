@@ -1,1 +1,1 @@
-"""Demos that train tiny models in minutes on a laptop: addition (`realign.demo`) and reviews (`realign.demo.rlhf`)."""
+"""Tasks of the examples and the documentation: tiny models and their data, such as two-digit additions and reviews."""

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from realign.demo.launch import Demo
-from realign.demo.rlhf import RUNS, experiments, main
+from examples.demos.launch import Demo
+from examples.demos.rlhf import RUNS, experiments, main
 from realign.demo.sentiment import prepare
 
 SMALL = [
@@ -23,7 +23,7 @@ def small(monkeypatch):
     def few(folder: Path, **settings):
         return prepare(folder, **settings, demonstrations=64, pairs=32, held_out_pairs=8, held_out=8)
 
-    monkeypatch.setattr("realign.demo.rlhf.prepare", few)
+    monkeypatch.setattr("examples.demos.rlhf.prepare", few)
 
 
 def parsed(*arguments: str) -> Demo:

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from realign.demo import llm
+from examples.demos import llm
 from tests.data.text_tokenizer import make_tokenizer
 from tests.demo.reasoning_package import REAL, REASON
 from tests.tiny import tiny_model

@@ -1,7 +1,7 @@
 """`make llm`: GRPO of a real language model (SmolLM2-135M-Instruct) on sums, with a verifier of reasoning-gym.
 
-python -m realign.demo.llm [seed=0] [shuffle=true] [model=FOLDER_OR_HUB_NAME] [output_dir=runs/llm]
-                           [overrides of the run]
+python -m examples.demos.llm [seed=0] [shuffle=true] [model=FOLDER_OR_HUB_NAME] [output_dir=runs/llm]
+                             [overrides of the run]
 
 The model answers in sentences, and the verifier scores the last number. With shuffle=true, the rewards are randomly
 permuted (negative control).
@@ -20,10 +20,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from examples.demos.launch import Demo, keep_record, launch, median, remove_earlier
 from realign.api import Panel
 from realign.config import ConfigError, build_experiment, compose
 from realign.demo import reasoning
-from realign.demo.launch import Demo, keep_record, launch, median, remove_earlier
 from realign.demo.smollm2 import smollm2
 from realign.records.metrics.curves import draw_curves
 from realign.runtime import Evaluation, Experiment, RunResult, run

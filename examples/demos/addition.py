@@ -1,7 +1,7 @@
 """Demo of the README: SFT, then GRPO with a verifiable reward, with the same configs as the CLI.
 
-python -m realign.demo [seed=0] [shuffle=true] [output_dir=runs/demo]
-                       [overrides of the GRPO run] [sft.KEY=VALUE: overrides of the SFT run]
+python -m examples.demos.addition [seed=0] [shuffle=true] [output_dir=runs/demo]
+                                  [overrides of the GRPO run] [sft.KEY=VALUE: overrides of the SFT run]
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from examples.demos.launch import Demo, keep_record, launch, median, remove_earlier
 from realign.api import Panel
 from realign.config import ConfigError, build_experiment, compose
 from realign.demo.arithmetic import prepare
-from realign.demo.launch import Demo, keep_record, launch, median, remove_earlier
 from realign.demo.tiny import Task
 from realign.records.metrics.curves import draw_curves
 from realign.runtime import Experiment, RunResult, run

@@ -1,7 +1,7 @@
 """`make rlhf`: SFT, a reward model from preference pairs, and PPO, evaluated by the labeler of the pairs.
 
-python -m realign.demo.rlhf [seed=0] [shuffle=true] [output_dir=runs/rlhf]
-                            [overrides of the PPO run] [sft.KEY=VALUE] [reward.KEY=VALUE: overrides of these runs]
+python -m examples.demos.rlhf [seed=0] [shuffle=true] [output_dir=runs/rlhf]
+                              [overrides of the PPO run] [sft.KEY=VALUE] [reward.KEY=VALUE: overrides of these runs]
 
 `realign.demo.sentiment` generates the text. PPO trains on the learned reward only. A lexicon labels the pairs, and
 scores the responses of PPO (gold reward). With shuffle=true, the labels of the pairs are random (negative control).
@@ -22,9 +22,9 @@ import numpy.typing as npt
 from rich.console import Console
 from rich.table import Table
 
+from examples.demos.launch import Demo, keep_record, launch, remove_earlier
 from realign.api import Panel
 from realign.config import ConfigError, build_experiment, compose
-from realign.demo.launch import Demo, keep_record, launch, remove_earlier
 from realign.demo.sentiment import GOLD, SentimentTask, prepare
 from realign.errors import DataError
 from realign.records.metrics.curves import draw_curves

@@ -7,20 +7,19 @@ import sys
 
 import pytest
 
-from realign.demo import __main__ as arithmetic
-from realign.demo import rlhf
-from realign.demo.launch import launch, remove_earlier
+from examples.demos import addition, rlhf
+from examples.demos.launch import launch, remove_earlier
 from realign.errors import ConfigError
 from realign.own_files import FILES
 
 
-@pytest.mark.parametrize("demo", [arithmetic, rlhf])
+@pytest.mark.parametrize("demo", [addition, rlhf])
 @pytest.mark.parametrize("flag", ["--help", "-h"])
 def test_help_prints_the_usage_and_starts_nothing(demo, flag, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert demo.main(["seed=1", flag]) == 0
     out = capsys.readouterr().out
-    assert "python -m realign.demo" in out
+    assert "python -m examples.demos." in out
     assert "[seed=0]" in out
     assert list(tmp_path.iterdir()) == []
 
