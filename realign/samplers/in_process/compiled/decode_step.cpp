@@ -1,4 +1,4 @@
-// One decode step of a Llama-style trunk in fp32 on a CPU: the counterpart of `fused_layers.FusedTrunk`.
+// One decode step of a Llama-style or Gemma 3 trunk in fp32 on a CPU: the counterpart of `fused_layers.FusedTrunk`.
 // Weights may be stored in bf16, of which half as many bytes are read. Their values are exact in fp32.
 //
 // `library.py` compiles this file, and `trunk.py` calls `realign_decode` with raw pointers, so it
@@ -447,18 +447,21 @@ void attend(const float* query, const float* keys, const float* values, int64_t 
     }
 }
 
-// gate = silu(gate) * up
-void activate(float* gate, const float* up, int64_t n) {
+// SiLU(g) * u, or GELU(g) * u by its approximation with tanh: (1 + tanh(z)) / 2 = 1 / (1 + exp(-2 z)).
+inline Vec gated(Vec g, Vec u, bool gelu) {
+    const Vec z = gelu ? 1.5957691216f * (g + 0.044715f * g * g * g) : g;
+    return g / (1.0f + exponential(-z)) * u;
+}
+
+// gate = activation(gate) * up
+void activate(float* gate, const float* up, int64_t n, bool gelu) {
     int64_t i = 0;
-    for (; i + LANES <= n; i += LANES) {
-        const Vec g = load(gate + i);
-        store(gate + i, g / (1.0f + exponential(-g)) * load(up + i));
-    }
+    for (; i + LANES <= n; i += LANES) store(gate + i, gated(load(gate + i), load(up + i), gelu));
     if (i == n) return;
     Vec g = {}, u = {};
     std::memcpy(&g, gate + i, (n - i) * sizeof(float));
     std::memcpy(&u, up + i, (n - i) * sizeof(float));
-    const Vec y = g / (1.0f + exponential(-g)) * u;
+    const Vec y = gated(g, u, gelu);
     std::memcpy(gate + i, &y, (n - i) * sizeof(float));
 }
 
@@ -474,15 +477,17 @@ struct Layer {
     const void* down;
     const float* down_bias;
     float *keys, *values;  // [slots, key heads, cache length, head size]
-    int64_t queries, groups, window, inner;  // query heads, key heads, sliding window or 0, size of the gate
-    float attention_floor, qk_floor, mlp_floor, scaling;
+    const float *added_by_attention_norm, *added_by_mlp_norm;  // of what is added to the residual stream
+    const float* turns;  // [positions, head size / 2] pairs of cosine and sine
+    int64_t queries, groups, window, inner, gelu;  // query heads, key heads, sliding window or 0, size of the gate
+    float attention_floor, qk_floor, mlp_floor, scaling, added_by_attention_floor, added_by_mlp_floor;
 };
 
 struct Trunk {
     const Layer* layers;
-    const float *embedding, *turns, *norm;  // turns: [positions, head size / 2] pairs of cosine and sine
+    const float *embedding, *norm;
     int64_t n_layers, hidden, head_size, cache_length, stored;  // stored: how the layers' weights are stored
-    float floor;
+    float floor, scale;
 };
 
 // Normalizes and rotates a head of a query or key in place.
@@ -510,8 +515,25 @@ void decode(const Trunk* trunk, int64_t rows, int64_t first_slot, int64_t slot_s
             normalize(x + b * hidden, weight, floor, hidden, y + b * hidden);
         team.meet();
     };
-    for (int64_t b = mine.first; b < mine.end; b++)
-        std::memcpy(x + b * hidden, trunk->embedding + ids[b] * hidden, hidden * sizeof(float));
+    // Adds a product to the residual stream, or its norm, if the layer has one for it.
+    const auto add_to_stream = [&](const float* a, int64_t lda, int64_t inputs, const void* w, const float* bias, const float* norm,
+                                   float floor) {
+        if (norm)
+            start_with(rows, bias, out, h, hidden);
+        else
+            add_bias(rows, bias, out, x, hidden);
+        add_product(trunk->stored, rows, a, lda, w, inputs, hidden, out, norm ? h : x, hidden);
+        team.meet();
+        for (int64_t b = mine.first; norm && b < mine.end; b++) {
+            float *added = h + b * hidden, *y = x + b * hidden;
+            normalize(added, norm, floor, hidden, added);
+            for (int64_t d = 0; d < hidden; d++) y[d] += added[d];
+        }
+    };
+    for (int64_t b = mine.first; b < mine.end; b++) {
+        const float* row = trunk->embedding + ids[b] * hidden;
+        for (int64_t d = 0; d < hidden; d++) x[b * hidden + d] = row[d] * trunk->scale;
+    }
     for (int64_t i = 0; i < trunk->n_layers; i++) {
         const Layer& l = trunk->layers[i];
         const int64_t heads = l.queries + 2 * l.groups, outputs = heads * size, shared = l.queries / l.groups;
@@ -525,7 +547,7 @@ void decode(const Trunk* trunk, int64_t rows, int64_t first_slot, int64_t slot_s
         for (int64_t pair = pairs.first; pair < pairs.end; pair++) {
             const int64_t b = pair / l.groups, head = l.queries + pair % l.groups, p = positions[b];
             float* key = qkv + b * outputs + head * size;
-            turn_head(key, l.qk_norm ? l.qk_norm + head * size : nullptr, l.qk_floor, trunk->turns + p * size, size);
+            turn_head(key, l.qk_norm ? l.qk_norm + head * size : nullptr, l.qk_floor, l.turns + p * size, size);
             const int64_t at = (((first_slot + b * slot_step) * l.groups + pair % l.groups) * length + p) * size;
             std::memcpy(l.keys + at, key, size * sizeof(float));
             std::memcpy(l.values + at, key + l.groups * size, size * sizeof(float));
@@ -537,15 +559,15 @@ void decode(const Trunk* trunk, int64_t rows, int64_t first_slot, int64_t slot_s
             const int64_t at = (((first_slot + b * slot_step) * l.groups + g) * length + from) * size;
             for (int64_t n = g * shared; n < (g + 1) * shared; n++) {
                 float* q = qkv + b * outputs + n * size;
-                turn_head(q, l.qk_norm ? l.qk_norm + n * size : nullptr, l.qk_floor, trunk->turns + p * size, size);
+                turn_head(q, l.qk_norm ? l.qk_norm + n * size : nullptr, l.qk_floor, l.turns + p * size, size);
                 attend(q, l.keys + at, l.values + at, size, p + 1 - from, l.scaling, scores,
                        mixed + (b * l.queries + n) * size);
             }
         }
         team.meet();
-        add_bias(rows, l.output_bias, out, x, hidden);
-        add_product(trunk->stored, rows, mixed, l.queries * size, l.output, l.queries * size, hidden, out, x, hidden);
-        team.meet();
+        const int64_t width = l.queries * size;
+        add_to_stream(mixed, width, width, l.output, l.output_bias, l.added_by_attention_norm,
+                      l.added_by_attention_floor);
         normalize_rows(l.mlp_norm, l.mlp_floor, h);
         const Range gate = team.part(me, l.inner, BLOCK), up = {l.inner + gate.first, l.inner + gate.end};
         for (const Range& r : {gate, up}) {
@@ -554,12 +576,10 @@ void decode(const Trunk* trunk, int64_t rows, int64_t first_slot, int64_t slot_s
         }
         for (int64_t b = 0; b < rows; b++) {
             float* g = gate_up + b * 2 * l.inner + gate.first;
-            activate(g, g + l.inner, gate.end - gate.first);
+            activate(g, g + l.inner, gate.end - gate.first, l.gelu);
         }
         team.meet();
-        add_bias(rows, l.down_bias, out, x, hidden);
-        add_product(trunk->stored, rows, gate_up, 2 * l.inner, l.down, l.inner, hidden, out, x, hidden);
-        team.meet();
+        add_to_stream(gate_up, 2 * l.inner, l.inner, l.down, l.down_bias, l.added_by_mlp_norm, l.added_by_mlp_floor);
     }
     normalize_rows(trunk->norm, trunk->floor, x);
 }

@@ -92,6 +92,11 @@ class RMSNorm(NamedTuple):
         return torch.linalg.vector_norm(x, 2, -1, True).hypot_(self.floor)
 
 
+def gelu_tanh(x: Tensor) -> Tensor:
+    """Return GELU in its approximation by tanh."""
+    return F.gelu(x, approximate="tanh")
+
+
 class FusedLayer(NamedTuple):
     """One decoder layer."""
 
@@ -109,12 +114,23 @@ class FusedLayer(NamedTuple):
     activation: Callable[[Tensor], Tensor]
     down: Linear
     module: nn.Module
+    added_norms: tuple[RMSNorm, RMSNorm] | None = None
+    """Norms of what attention and MLP add to the residual stream (Gemma 3)."""
+    rotation: int = 0
+    """Index in `FusedTrunk.turns`."""
 
     def add_to(self, x_NH: Tensor, index: int, turns: Tensor, context: AttentionContext) -> None:
         """Apply this layer, the one with this index, to the residual stream in place."""
-        self.output.add_to(x_NH, _attention(index, self, self.attention_norm(x_NH), turns, context))
+        mixed = _attention(index, self, self.attention_norm(x_NH), turns[self.rotation], context)
+        self._add(self.output, mixed, x_NH, 0)
         gate, up = self.gate_up(self.mlp_norm(x_NH)).chunk(2, -1)
-        self.down.add_to(x_NH, self.activation(gate).mul_(up))
+        self._add(self.down, self.activation(gate).mul_(up), x_NH, 1)
+
+    def _add(self, linear: Linear, h: Tensor, x_NH: Tensor, which: int) -> None:
+        if self.added_norms is None:
+            linear.add_to(x_NH, h)
+        else:
+            x_NH.add_(self.added_norms[which](linear(h).float()))
 
 
 @dataclass(eq=False)
@@ -125,9 +141,11 @@ class FusedTrunk:
     layers: list[FusedLayer]
     norm: RMSNorm
     turns: Tensor
-    """[length, 1, D / 2] complex: rotation of each rotary pair at each position."""
+    """[kinds, length, 1, D / 2] complex: rotation of each rotary pair at each position, for each kind of layers."""
     rounded: bool = False
     """Whether the weights of the layers are exact in bf16, see `realign.functional.rounding`."""
+    scale: float = 1.0
+    """Factor of the embeddings."""
 
     @property
     def runs_paged(self) -> bool:
@@ -143,7 +161,9 @@ class FusedTrunk:
     def __call__(self, ids_N: Tensor, positions_N: Tensor, context: AttentionContext) -> Tensor:
         """See `Trunk`."""
         x_NH = F.embedding(ids_N, self.embedding)  # a copy, to which the layers add in place
-        turns = self.turns[positions_N]
+        if self.scale != 1:
+            x_NH.mul_(self.scale)
+        turns = self.turns[:, positions_N]
         with no_rounding():  # the copies are rounded already, except for merged adapters
             for i, layer in enumerate(self.layers):
                 layer.add_to(x_NH, i, turns, context)

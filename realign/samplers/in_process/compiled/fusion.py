@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.activations import SiLUActivation
+from transformers.activations import GELUTanh, SiLUActivation
 from typing_extensions import override
 
 from realign.errors import ConfigError
@@ -31,7 +31,14 @@ from realign.models.network.decoder import ModuleTrunk, Trunk
 from realign.models.network.kernels import AttentionArgs
 from realign.models.network.kv_cache import DecodeContext, KVCache, PrefillContext
 from realign.models.network.trains import ADAPTER
-from realign.samplers.in_process.compiled.fused_layers import FusedLayer, FusedTrunk, Linear, RMSNorm, for_few_rows
+from realign.samplers.in_process.compiled.fused_layers import (
+    FusedLayer,
+    FusedTrunk,
+    Linear,
+    RMSNorm,
+    for_few_rows,
+    gelu_tanh,
+)
 from realign.samplers.in_process.compiled.library import CompiledDecode, LibraryError, load_library
 from realign.samplers.in_process.compiled.trunk import CompiledTrunk, check_supported
 
@@ -42,7 +49,7 @@ Rounding differs by about 1e-6. For SmolLM2-135M, 2e-5 corresponds to about 1e-3
 """
 
 logger = logging.getLogger(__name__)
-FAMILIES = frozenset({"llama", "mistral", "phi3", "qwen2", "qwen3"})
+FAMILIES = frozenset({"gemma3_text", "llama", "mistral", "phi3", "qwen2", "qwen3"})
 """Values of `model_type` whose layers `fused_layers` implements."""
 
 _ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
@@ -197,7 +204,8 @@ class Fusion:
             turns = _rotations(self._model, length)
             embedding = base.embed_tokens.weight.detach()
             rounded = active_rounding() is not None and not _has_adapters(self._model)
-            trunk = self.path.fastest(FusedTrunk(embedding, layers, _norm(base.norm), turns, rounded))
+            fused = FusedTrunk(embedding, layers, _norm(base.norm), turns, rounded, _scale(base))
+            trunk = self.path.fastest(fused)
             self.obstacle = None
             return trunk
         except _Unknown as error:
@@ -389,21 +397,22 @@ def _prefill_and_decode(
         given_T[ends - _PROBE_STEPS + step] = False
     turns = _rotations(model, max(_PROBE_LENGTHS))
     steps = [given_T, *(ends - _PROBE_STEPS + step for step in range(_PROBE_STEPS))]
-    hidden = [F.embedding(ids_T[at], model.base_model.embed_tokens.weight) for at in steps]
+    base = model.base_model
+    hidden = [F.embedding(ids_T[at], base.embed_tokens.weight) * _scale(base) for at in steps]
     for i, layer in enumerate(_read_layers(model, args, torch.float32, gather_layer)):
         prefill = PrefillContext(cu_seqlens_of(prompts).to(device), lengths=prompts)
-        layer.add_to(hidden[0], i, turns[positions_T[given_T]], prefill)
+        layer.add_to(hidden[0], i, turns[:, positions_T[given_T]], prefill)
         read = list(prefill.per_sequence(prompts))
         cache = KVCache(read[0], len(prompts), max(_PROBE_LENGTHS))
         for row, kv in enumerate(read):
             cache.fill(row, row + 1, kv)
         for step, at in enumerate(steps[1:]):
             context = DecodeContext(cache, positions_T[at], max(_PROBE_LENGTHS) - _PROBE_STEPS + step)
-            layer.add_to(hidden[1 + step], i, turns[positions_T[at]], context)
+            layer.add_to(hidden[1 + step], i, turns[:, positions_T[at]], context)
     hidden_TH = torch.empty(len(ids_T), hidden[0].shape[1], device=device)
     for at, x in zip(steps, hidden, strict=True):
         hidden_TH[at] = x
-    return _norm(model.base_model.norm)(hidden_TH)
+    return _norm(base.norm)(hidden_TH)
 
 
 def _check_parts(model: Any) -> None:
@@ -413,11 +422,13 @@ def _check_parts(model: Any) -> None:
         raise _Unknown(f"model family {config.model_type!r} is not supported")
     _check_children("the model", base, {"embed_tokens", "layers", "norm", "rotary_emb"}, set())
     rope = getattr(base.rotary_emb, "rope_type", None)
-    if rope not in _ROPE_TYPES:
+    if not _ROPE_TYPES.issuperset(rope.values() if isinstance(rope, dict) else [rope]):
         raise _Unknown(f"rotary positions of type {rope!r} are not supported")
     for layer in base.layers:
         dropouts = {"resid_attn_dropout", "resid_mlp_dropout"}
-        _check_children("a layer", layer, {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}, dropouts)
+        norms_of_mlp = {"pre_feedforward_layernorm", "post_feedforward_layernorm"} if _has_added_norms(layer) else set()
+        needed = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"} | norms_of_mlp
+        _check_children("a layer", layer, needed, dropouts)
         attention, mlp = layer.self_attn, layer.mlp
         projections = {"qkv_proj"} if hasattr(attention, "qkv_proj") else {"q_proj", "k_proj", "v_proj"}
         norms = {"q_norm", "k_norm"} if hasattr(attention, "q_norm") else set()
@@ -428,13 +439,22 @@ def _check_parts(model: Any) -> None:
             _check_plain(_base(linear), nn.Linear)
         for name in inner:
             _check_plain(_base(getattr(mlp, name)), nn.Linear)
-    _check_plain(base.embed_tokens, nn.Embedding)
+    _check_plain(base.embed_tokens, type(base.embed_tokens) if _scale(base) != 1 else nn.Embedding)
 
 
 def _check_children(what: str, module: nn.Module, needed: set[str], allowed: set[str]) -> None:
     children = {name for name, _ in module.named_children()}
     if not needed <= children <= needed | allowed:
         raise _Unknown(f"{what} consists of {sorted(children)} instead of {sorted(needed)}")
+
+
+def _has_added_norms(layer: Any) -> bool:
+    return hasattr(layer, "post_feedforward_layernorm")
+
+
+def _scale(base: Any) -> float:
+    """Return the factor of a model's embeddings."""
+    return float(getattr(base.embed_tokens, "embed_scale", 1.0))
 
 
 def _has_adapters(model: Any) -> bool:
@@ -456,24 +476,36 @@ def _check_plain(module: nn.Module, kind: type[nn.Module]) -> None:
         raise _Unknown(f"a layer is {description} instead of a plain float32 {kind.__name__} (an adapter or a cast)")
 
 
+def _kinds(model: Any) -> list[str]:
+    """Return the kinds of layers that rotate differently; none if all rotate alike."""
+    return getattr(model.base_model.rotary_emb, "layer_types", [])
+
+
+def _cos_sin(model: Any, positions_T: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Return cosine and sine of each position for each kind of layers. The factor of yarn is in both."""
+    base = model.base_model
+    like, positions = base.embed_tokens.weight[:1], positions_T[None]  # the weight only tells dtype and device
+    return [base.rotary_emb(like, positions, kind) for kind in _kinds(model)] or [base.rotary_emb(like, positions)]
+
+
 def _rotations(model: Any, length: int) -> Tensor:
     """Return the rotations of `FusedTrunk.turns`."""
-    base, device = model.base_model, next(model.parameters()).device
-    # the weight only tells dtype and device; the factor of yarn is in cosine and sine
-    cos, sin = base.rotary_emb(base.embed_tokens.weight[:1], torch.arange(length, device=device)[None])
-    half = cos.shape[-1] // 2
+    device = next(model.parameters()).device
+    found = _cos_sin(model, torch.arange(length, device=device))
     # 1 for the part of a head that a family does not rotate
-    turns = torch.ones(length, 1, base.layers[0].self_attn.head_dim // 2, dtype=torch.complex64, device=device)
-    turns[:, 0, :half] = torch.complex(cos[0, :, :half].float(), sin[0, :, :half].float())
+    pairs = model.base_model.layers[0].self_attn.head_dim // 2
+    turns = torch.ones(len(found), length, 1, pairs, dtype=torch.complex64, device=device)
+    for kind, (cos, sin) in enumerate(found):
+        half = cos.shape[-1] // 2
+        turns[kind, :, 0, :half] = torch.complex(cos[0, :, :half].float(), sin[0, :, :half].float())
     return turns
 
 
 def _order(model: Any) -> Tensor:
     """Return the order of a head's rows that makes rotary pairs adjacent."""
-    base, device = model.base_model, next(model.parameters()).device
-    cos, _ = base.rotary_emb(base.embed_tokens.weight[:1], torch.zeros(1, 1, dtype=torch.int64, device=device))
-    rotated = cos.shape[-1]
-    order = torch.arange(base.layers[0].self_attn.head_dim, device=device)
+    device = next(model.parameters()).device
+    rotated = _cos_sin(model, torch.zeros(1, dtype=torch.int64, device=device))[0][0].shape[-1]
+    order = torch.arange(model.base_model.layers[0].self_attn.head_dim, device=device)
     # transformers pairs entry i with i + half, and complex numbers pair neighbors
     order[:rotated] = order[:rotated].view(2, rotated // 2).t().flatten()
     return order
@@ -490,11 +522,11 @@ def _read_layers(
     base = model.base_model
     if any(m._forward_hooks or m._forward_pre_hooks for m in base.modules()):
         raise _Unknown("a module has forward hooks")
-    order_D = _order(model)
-    for layer, own in zip(base.layers, args, strict=True):
+    order_D, kinds = _order(model), _kinds(model)
+    for i, (layer, own) in enumerate(zip(base.layers, args, strict=True)):
         with nullcontext() if gather_layer is None else gather_layer(layer):
             fused = _read_layer(layer, own, order_D, dtype)
-        yield fused
+        yield fused._replace(rotation=kinds.index(model.config.layer_types[i]) if kinds else 0)
 
 
 def _check_memory(layers: nn.ModuleList, dtype: torch.dtype) -> None:
@@ -533,13 +565,16 @@ def _read_layer(layer: Any, args: AttentionArgs, order_D: Tensor, dtype: torch.d
         biases = torch.cat([by_head[: queries + keys, order_D], by_head[queries + keys :]]).flatten()
     qk_norm = None
     if hasattr(attention, "q_norm"):
-        q, k = attention.q_norm, attention.k_norm
-        weight = torch.cat([q.weight[order_D].expand(queries, -1), k.weight[order_D].expand(keys, -1)])
-        if q.variance_epsilon != k.variance_epsilon:
+        (q, eps), (k, eps_of_keys) = _scale_and_eps(attention.q_norm), _scale_and_eps(attention.k_norm)
+        if eps != eps_of_keys:
             raise _Unknown("queries and keys are normalized with different eps")
-        qk_norm = RMSNorm.of(weight, q.variance_epsilon)
+        qk_norm = RMSNorm.of(torch.cat([q[order_D].expand(queries, -1), k[order_D].expand(keys, -1)]), eps)
     inner = (mlp.gate_up_proj,) if hasattr(mlp, "gate_up_proj") else (mlp.gate_proj, mlp.up_proj)
     activation = mlp.act_fn if hasattr(mlp, "act_fn") else mlp.activation_fn
+    # one function for all classes of it, by which `check_supported` recognizes it
+    if isinstance(activation, nn.SiLU | SiLUActivation | GELUTanh):
+        activation = gelu_tanh if isinstance(activation, GELUTanh) else F.silu
+    sandwiched = _has_added_norms(layer)
     return FusedLayer(
         attention_norm=_norm(layer.input_layernorm),
         qkv=_linear(joined, biases, dtype),
@@ -547,17 +582,24 @@ def _read_layer(layer: Any, args: AttentionArgs, order_D: Tensor, dtype: torch.d
         qk_norm=qk_norm,
         args=args,
         output=_linear(_weight(attention.o_proj), attention.o_proj.bias, dtype),
-        mlp_norm=_norm(layer.post_attention_layernorm),
+        mlp_norm=_norm(layer.pre_feedforward_layernorm if sandwiched else layer.post_attention_layernorm),
         gate_up=_linear(_cat([_weight(p) for p in inner]), _biases(*inner), dtype),
-        # one function for all classes of it, by which `check_supported` recognizes it
-        activation=F.silu if isinstance(activation, nn.SiLU | SiLUActivation) else activation,
+        activation=activation,
         down=_linear(_weight(mlp.down_proj), mlp.down_proj.bias, dtype),
         module=attention,
+        added_norms=(_norm(layer.post_attention_layernorm), _norm(layer.post_feedforward_layernorm))
+        if sandwiched
+        else None,
     )
 
 
 def _norm(module: Any) -> RMSNorm:
-    return RMSNorm.of(module.weight, module.variance_epsilon)
+    return RMSNorm.of(*_scale_and_eps(module))
+
+
+def _scale_and_eps(norm: Any) -> tuple[Tensor, float]:
+    """Return by what a norm multiplies, and its eps. Those of Gemma have `eps`, and their weights start at 0."""
+    return (1 + norm.weight, norm.eps) if hasattr(norm, "eps") else (norm.weight, norm.variance_epsilon)
 
 
 def _linear(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Linear:

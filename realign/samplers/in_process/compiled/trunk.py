@@ -25,7 +25,7 @@ from realign.functional.packed import cu_seqlens_of, position_ids
 from realign.functional.rounding import MultiplyBy
 from realign.models.network.attention import AttentionContext
 from realign.models.network.kv_cache import DecodeContext, KeyValues, KVCache, PrefillContext
-from realign.samplers.in_process.compiled.fused_layers import FusedLayer, FusedTrunk, Linear
+from realign.samplers.in_process.compiled.fused_layers import FusedLayer, FusedTrunk, Linear, gelu_tanh
 from realign.samplers.in_process.compiled.library import LibraryError, load_library
 
 _LARGE_PRODUCT = 2**27
@@ -109,8 +109,10 @@ class _Layer(ctypes.Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("attention_norm", "qkv", "qkv_bias", "qk_norm", "output", "output_bias")),
         *((name, c_void_p) for name in ("mlp_norm", "gate_up", "gate_up_bias", "down", "down_bias", "keys", "values")),
-        *((name, c_int64) for name in ("queries", "groups", "window", "inner")),
+        *((name, c_void_p) for name in ("added_by_attention_norm", "added_by_mlp_norm", "turns")),
+        *((name, c_int64) for name in ("queries", "groups", "window", "inner", "gelu")),
         *((name, c_float) for name in ("attention_floor", "qk_floor", "mlp_floor", "scaling")),
+        *((name, c_float) for name in ("added_by_attention_floor", "added_by_mlp_floor")),
     )
 
 
@@ -118,9 +120,9 @@ class _Trunk(ctypes.Structure):
     """`Trunk` of decode_step.cpp."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("layers", "embedding", "turns", "norm")),
+        *((name, c_void_p) for name in ("layers", "embedding", "norm")),
         *((name, c_int64) for name in ("n_layers", "hidden", "head_size", "cache_length", "stored")),
-        ("floor", c_float),
+        *((name, c_float) for name in ("floor", "scale")),
     )
 
 
@@ -143,11 +145,14 @@ class CompiledTrunk:
         if form is Form.tiles and any(len(layer.down.weight.t()) % _TILES for layer in fused.layers):
             form = Form.halves  # a tile would have columns of the gate and of what it multiplies
         self._stored = [[StoredWeight.of(x.weight, library, form) for x in _linears(layer)] for layer in fused.layers]
-        self._layers = (_Layer * len(fused.layers))(*map(_layer, fused.layers, self._stored))
+        made = [
+            _layer(layer, stored, self._turns[layer.rotation].data_ptr())
+            for layer, stored in zip(fused.layers, self._stored, strict=True)
+        ]
+        self._layers = (_Layer * len(made))(*made)
         self._trunk = _Trunk(
             ctypes.addressof(self._layers),
             self._embedding.data_ptr(),
-            self._turns.data_ptr(),
             fused.norm.weight.data_ptr(),
             len(fused.layers),
             self._hidden,
@@ -155,6 +160,7 @@ class CompiledTrunk:
             0,
             form,
             float(fused.norm.floor),
+            fused.scale,
         )
         self._address = ctypes.addressof(self._trunk)
         self._scratch = torch.empty(0)
@@ -250,7 +256,7 @@ class CompiledTrunk:
         lead a trained model to hidden states that no text produces, where it amplifies rounding a hundredfold.
         """
         generator = torch.Generator().manual_seed(0)
-        words, length = len(self.fused.embedding), min(len(self.fused.turns), _PROBE_LENGTH)
+        words, length = len(self.fused.embedding), min(self.fused.turns.shape[1], _PROBE_LENGTH)
         positions_B = torch.randint(length, (_PROBE_ROWS,), generator=generator)
         ids_B = torch.randint(words, (_PROBE_ROWS,), generator=generator)
         before = positions_B.clamp(min=1).tolist()  # a prefill of no tokens is not supported
@@ -284,8 +290,8 @@ def check_supported(fused: FusedTrunk) -> None:
     if any(layer.qkv.weight.dtype != torch.float32 for layer in fused.layers):
         raise ValueError("matrix products are not in float32")
     for layer in fused.layers:
-        if layer.activation is not F.silu:
-            raise ValueError("the activation function is not SiLU")
+        if layer.activation not in (F.silu, gelu_tanh):
+            raise ValueError("the activation function is neither SiLU nor GELU with tanh")
         if layer.args.softcap is not None or layer.args.sinks_H is not None:
             raise ValueError("attention has a softcap or sinks")
         queries, keys, values = layer.heads
@@ -297,8 +303,8 @@ def _linears(layer: FusedLayer) -> tuple[Linear, ...]:
     return layer.qkv, layer.output, layer.gate_up, layer.down
 
 
-def _layer(layer: FusedLayer, stored: Sequence[StoredWeight]) -> _Layer:
-    norm = layer.qk_norm
+def _layer(layer: FusedLayer, stored: Sequence[StoredWeight], turns: int) -> _Layer:
+    norm, added = layer.qk_norm, layer.added_norms or (None, None)
     qkv, output, gate_up, down = (
         (weight.values.data_ptr(), None if linear.bias is None else linear.bias.data_ptr())
         for weight, linear in zip(stored, _linears(layer), strict=True)
@@ -313,14 +319,18 @@ def _layer(layer: FusedLayer, stored: Sequence[StoredWeight]) -> _Layer:
         *down,
         None,
         None,
+        *(None if x is None else x.weight.data_ptr() for x in added),
+        turns,
         layer.heads[0],
         layer.heads[1],
         layer.args.sliding_window or 0,
         len(layer.gate_up.weight) // 2,
+        layer.activation is gelu_tanh,
         float(layer.attention_norm.floor),
         0.0 if norm is None else float(norm.floor),
         float(layer.mlp_norm.floor),
         layer.args.scaling,
+        *(0.0 if x is None else float(x.floor) for x in added),
     )
 
 

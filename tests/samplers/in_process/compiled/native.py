@@ -38,6 +38,7 @@ KNOWN = {
     "phi3 with positions in a part of a head": ("phi3", {"partial_rotary_factor": 0.5}),
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {}),
+    "gemma3": ("gemma3_text", {}),
 }
 
 

@@ -83,7 +83,7 @@ def error(got, want):
 
 @requires_compiler
 @given(
-    family=st.sampled_from(["llama", "qwen2", "qwen3", "mistral"]),
+    family=st.sampled_from(["llama", "qwen2", "qwen3", "mistral", "gemma3_text"]),
     shape=SHAPES,
     rows=st.integers(1, 20),
     half=st.booleans(),
@@ -232,7 +232,7 @@ def test_other_precisions_and_activations_run_in_torch():
     assert fusion.path._logged == "matrix products are not in float32"
     fusion = Fusion(tiny_model("llama", hidden_act="gelu"))
     fusion.trunk(8, torch.float32)
-    assert fusion.path._logged == "the activation function is not SiLU"
+    assert fusion.path._logged == "the activation function is neither SiLU nor GELU with tanh"
     adapted = Fusion(adapted_model())
     adapted.trunk(8, torch.bfloat16)
     assert adapted.path.now is DecodePath.modules
