@@ -119,7 +119,8 @@ def test_a_url_is_reached_over_http():
 
 
 SILENT = {"a dripping body", "dripping headers", "endlessly provisional", "silence"}
-"""Answers that an episode waits for until its deadline."""
+"""Answers that an episode waits for until its deadline. On a busy machine the client may report its connection, which
+the deadline closes, before the deadline itself."""
 
 
 def rpc(request, **answer):
@@ -184,7 +185,8 @@ def test_a_server_that_fails_fails_its_episode_and_is_not_what_the_policy_did_wr
         "a fault of the policy": "error: ValueError: no n",
         "a fault of the tool": "error: ValueError: n < 0",
     }
-    assert {name: error for name, error in answers.items() if isinstance(error, TimeoutError) != (name in SILENT)} == {}
+    assert all(isinstance(answers[name], TimeoutError | ConnectionError) for name in SILENT)
+    assert not [name for name in answers.keys() - SILENT if isinstance(answers[name], TimeoutError)]
     for name in (bad.keys() | wrong.keys()) - SILENT:
         assert isinstance(answers[name], ConnectionError)
         assert "MCP server" in str(answers[name])
