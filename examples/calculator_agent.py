@@ -7,6 +7,10 @@ Run it from the repository root (a few minutes on a CPU):
 A conversation is `347*86? calc 347*86 = 29842 answer 29842`, in which the calculator wrote `= 29842`. Most of the
 demonstrations answer immediately with a random number. So the policy starts with few right answers. From the reward
 alone, it learns to call the calculator first and to copy the result without errors.
+
+For a tool of your own, change `Calculator`, `question` and `demonstration`, and in `prepare` the words of the tokenizer.
+With a real model, no demonstration is needed: `realign experiment=grpo_environment models.actor.path=MODEL
+data.path=rows.jsonl interfaces.agent.environment=examples/calculator_agent.py:Calculator`.
 """
 
 from __future__ import annotations

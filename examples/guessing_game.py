@@ -7,6 +7,10 @@ Run it from the repository root (two minutes on a CPU):
 After each wrong guess the game answers higher or lower. The policy starts by imitating players who guess at random, and
 wins one game in three. It learns to search from the result of its games. Always guessing the middle of the remaining
 numbers wins every game.
+
+For a game of your own, change `GuessingGame`, and in `prepare` the words of the tokenizer and the players. With a real
+model, no player is needed: `realign experiment=grpo_environment models.actor.path=MODEL data.path=rows.jsonl
+interfaces.agent.environment=examples/guessing_game.py:GuessingGame`.
 """
 
 from __future__ import annotations
