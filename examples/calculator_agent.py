@@ -8,8 +8,8 @@ A conversation is `347*86? calc 347*86 = 29842 answer 29842`, in which the calcu
 demonstrations answer immediately with a random number. So the policy starts with few right answers. From the reward
 alone, it learns to call the calculator first and to copy the result without errors.
 
-For a tool of your own, change `Calculator`, `question`, `demonstration` and the words of the tokenizer in `prepare`. With
-a real model, no demonstration is needed: `realign experiment=grpo_environment models.actor.path=MODEL
+For a tool of your own, change `Calculator`, `question`, `demonstration` and the tokenizer's words in `prepare`. With a
+real model, no demonstration is needed: `realign experiment=grpo_environment models.actor.path=MODEL
 data.path=rows.jsonl interfaces.agent.environment=examples/calculator_agent.py:Calculator`.
 """
 

@@ -5,8 +5,8 @@
 Flags belong to GRPO, such as `steps=300` or `algorithm=dapo`, and with `sft.` to the imitation before.
 
 For a task of your own, change `score`, and write your rows as JSON lines: `prompt`, `answer`, and any other column that
-`score` reads.
-A model that follows instructions needs no imitation, so GRPO starts at once, with the settings of `experiment=grpo`:
+`score` reads. A model that follows instructions needs no imitation, so GRPO starts at once, with the settings of
+`experiment=grpo`:
 
     python examples/sums.py models.actor.path=Qwen/Qwen2.5-0.5B-Instruct data.path=mine.jsonl \
         evaluation.data.path=held_out.jsonl evaluation.every_steps=20
