@@ -176,6 +176,3 @@ def _size(path: Path) -> int:
                 with suppress(OSError):
                     total += entry.stat(follow_symlinks=False).st_size
     return total
-
-
-__all__ = ["DEFAULT_GB", "LIMIT", "Cache", "cache_folder", "size_limit"]

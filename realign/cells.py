@@ -79,6 +79,3 @@ def answers_of(cell: Any) -> list[str]:
         if int(value) == value:  # type: ignore[call-overload]
             texts = [str(int(value)), *texts]  # type: ignore[call-overload]
     return list(dict.fromkeys(texts))
-
-
-__all__ = ["answers_of", "read_column"]

@@ -104,6 +104,3 @@ def write_stderr(text: str) -> None:
     """Write to stderr at once, as a signal handler and a thread beside a run that hangs must; ignores its errors."""
     with suppress(OSError):
         os.write(2, text.encode(errors="backslashreplace"))
-
-
-__all__ = ["LastingStream", "lasting_console", "write_stderr"]

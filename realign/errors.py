@@ -128,19 +128,3 @@ class ExitCode(IntEnum):
     """Stopped by SIGINT."""
     terminated = 143
     """Stopped by SIGTERM. Other signals have their own code, 128 and their number: 129 for SIGHUP, 138 for SIGUSR1."""
-
-
-__all__ = [
-    "CheckpointError",
-    "ConfigError",
-    "DataError",
-    "ExitCode",
-    "GraphError",
-    "RealignError",
-    "RewardError",
-    "RunComplete",
-    "RunError",
-    "SettingsError",
-    "TransientError",
-    "is_transient",
-]

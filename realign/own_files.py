@@ -423,28 +423,3 @@ def _fits(listed: Any, facts: list[int]) -> bool:
         return False
     size, changed = listed
     return facts[0] == size and facts[1] in [changed // unit * unit for unit in (1, 100, 10**3, 10**6, 10**9)]
-
-
-__all__ = [
-    "FILES",
-    "OwnFiles",
-    "SavedHere",
-    "copy_file",
-    "make_folder",
-    "move",
-    "not_regular",
-    "open_new",
-    "open_regular",
-    "read_regular",
-    "refuse_link",
-    "remove_empty",
-    "remove_file",
-    "remove_scratch",
-    "replace_bytes",
-    "replace_text",
-    "scratch_name",
-    "set_aside",
-    "sync_folder",
-    "sync_tree",
-    "why_not_private",
-]

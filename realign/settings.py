@@ -316,21 +316,3 @@ def _valid(members: tuple[Member, ...]) -> str:
         else:
             texts.append(f"an object of {kind.__name__}")
     return " or ".join(texts)
-
-
-__all__ = [
-    "Auto",
-    "Count",
-    "Finite",
-    "Fraction",
-    "Member",
-    "NonNegative",
-    "NonNegativeInt",
-    "Positive",
-    "Range",
-    "Settings",
-    "check_value",
-    "choices_of",
-    "hints_of",
-    "members_of",
-]

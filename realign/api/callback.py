@@ -123,14 +123,3 @@ class Callback(Settings):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state that `state_dict` returned."""
-
-
-__all__ = [
-    "Callback",
-    "CallbackResult",
-    "EndEvent",
-    "EndStatus",
-    "EvaluationEvent",
-    "StartEvent",
-    "StepEvent",
-]

@@ -415,24 +415,3 @@ def run_loss(forward: Forward, data: SequenceSample, mb_spec: MicroBatchSpec, lo
 
     forward(data, mb_spec, post_hook)
     return {**merge_stats(metrics), LOSS_SUM: Sum(torch.stack(losses).sum() if losses else torch.zeros(()))}
-
-
-__all__ = [
-    "HIDDEN",
-    "LOSS_SUM",
-    "Agree",
-    "EngineCapabilities",
-    "Forward",
-    "LossFn",
-    "LossWeightFn",
-    "ModelOutput",
-    "PipelinableEngine",
-    "PostHook",
-    "QValues",
-    "Scores",
-    "StepIf",
-    "StepsInHalves",
-    "copy_head",
-    "role_of_hidden",
-    "run_loss",
-]

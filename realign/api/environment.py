@@ -91,6 +91,3 @@ class Environment(Protocol):
             it.
         """
         ...
-
-
-__all__ = ["Environment", "EpisodeFailure", "Observation", "Response", "ToolCall"]

@@ -105,6 +105,3 @@ class GenerationConfig(Settings):
         """Describe the settings that change the distribution, and the temperature."""
         replayed = " (replayed in training)" if self.sampling_replay else ""
         return f"{', '.join(self.distortions()) or 'neutral'}{replayed}, temperature {self.temperature:g}"
-
-
-__all__ = ["GenerationConfig"]

@@ -270,19 +270,3 @@ def method_of(interface: ModelInterface, name: str) -> Callable[[Model, Sequence
 def is_component_key(key: str) -> bool:
     """Return whether only an optional component reads a key (`_COMPONENT_KEYS`, `_COMPONENT_PREFIXES`)."""
     return key in _COMPONENT_KEYS or key.startswith(_COMPONENT_PREFIXES)
-
-
-__all__ = [
-    "METHODS",
-    "Calibratable",
-    "Keys",
-    "ModelInterface",
-    "Panel",
-    "Plan",
-    "Role",
-    "RoleModel",
-    "Weights",
-    "implements",
-    "is_component_key",
-    "method_of",
-]

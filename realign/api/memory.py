@@ -153,6 +153,3 @@ class LimitsSequences(Protocol):
     def max_tokens(self) -> int | None:
         """Longest sequence in tokens; None: no limit."""
         ...
-
-
-__all__ = ["EstimatesMemory", "LimitsPrompts", "LimitsSequences", "MemoryChoice", "MemoryWork", "RoleMemory"]

@@ -291,12 +291,3 @@ class ModelSpec(ABC):
         The default implementation returns the spec itself, for specs that load their own tokenizer.
         """
         return self
-
-
-__all__ = [
-    "Compute",
-    "Model",
-    "ModelFacts",
-    "ModelSpec",
-    "TokenizerSource",
-]

@@ -88,6 +88,3 @@ class Verifier(Protocol):
             responses: texts for each prompt of `data`.
         """
         ...
-
-
-__all__ = ["ANSWER", "NAMED", "Verifier", "episode_rewards", "named_rewards", "total_rewards"]

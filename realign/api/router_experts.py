@@ -66,6 +66,3 @@ def _where(data: SequenceSample, known_S: npt.NDArray[np.bool_]) -> Lengths:
     """Return the lengths of `input_ids`, with 0 for sequences without a record."""
     tokens = data.lengths[TOKENS]
     return Lengths(tokens.counts, np.where(known_S, tokens.flat, 0))
-
-
-__all__ = ["ROUTER_EXPERTS", "UNKNOWN", "experts_per_token", "with_experts", "without_experts"]

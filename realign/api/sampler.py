@@ -441,22 +441,3 @@ class ConfiguresSampler(Protocol):
 def samples_externally(spec: object) -> bool:
     """Return whether an external sampler samples for the role of this model spec."""
     return isinstance(spec, ConfiguresSampler) and spec.sampler.external
-
-
-__all__ = [
-    "Capabilities",
-    "Completion",
-    "ConfiguresSampler",
-    "FutureHandle",
-    "Handle",
-    "Request",
-    "Sampler",
-    "SamplerSpec",
-    "SharedByRanks",
-    "Tokens",
-    "WeightSource",
-    "generate_by_requests",
-    "requests_of",
-    "sample_of",
-    "samples_externally",
-]

@@ -107,6 +107,3 @@ def support_of(data: SequenceSample, device: torch.device) -> Support | None:
     records = [m or SamplingMask.none(tokens) for tokens, m in zip(lengths, masks_of(data), strict=True)]
     counts, ids = zip(SamplingMask.none(0), *records, strict=True)
     return Support(torch.cat(counts).long(), on_device(torch.cat(ids).long(), device))
-
-
-__all__ = ["SAMPLING_MASK", "SamplingMask", "masks_of", "support_of", "with_masks"]

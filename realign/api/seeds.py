@@ -15,6 +15,3 @@ def derive_seed(seed: int, *what: str | int) -> int:
     text = json.dumps([part if isinstance(part, str) else int(part) for part in (seed, *what)])
     # 63 bits fit every signed 64-bit integer on the way to a generator.
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
-
-
-__all__ = ["derive_seed"]

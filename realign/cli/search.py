@@ -99,6 +99,3 @@ def _values(override: Override) -> Any:
 def _first(values: Any) -> Any:
     """Return a value of a distribution."""
     return values.choices[0] if hasattr(values, "choices") else values.low
-
-
-__all__ = ["search"]

@@ -34,16 +34,16 @@ _CHOOSES = ("experiment", "algorithm")
 """Config groups that decide which keys exist."""
 _OWN_ROOTS = ("data", "evaluation", "interfaces", "models", "rollout", "runtime")
 """Root keys of realign that other tools use too. A user's own class may have a key below them that the table lists."""
-TABLE = Path(__file__).with_name("names.yaml")
+_TABLE = Path(__file__).with_name("names.yaml")
 _OBJECTS = ("realhf_names", "realhf_keys")
 """Tables of names that are no settings, but Python objects and keys of a batch."""
 IMPORTED = ("TRL", "verl", "OpenRLHF", "AReaL")
 """Tools whose configs `realign import` translates."""
-SHOWN = 2
+_SHOWN = 2
 """Most messages about names of other tools in one error; a command line with more is another tool's."""
-DEPTH_OF_FIELDS = 3
+_DEPTH_OF_FIELDS = 3
 """Names in the path of a field of a role's component, such as `interfaces.actor.kl`."""
-FEW = 4
+_FEW = 4
 """Most rows that help shows for the last part of a name; more are unrelated."""
 
 
@@ -116,7 +116,7 @@ def read_own_yaml(path: Path) -> Any:
 def tables() -> Mapping[str, Mapping[str, Any]]:
     """Return the tables of `names.yaml` by name, with `rows` as `Row`."""
     read = {}
-    for title, table in read_own_yaml(TABLE).items():
+    for title, table in read_own_yaml(_TABLE).items():
         rows = [_row(row, tool=table["tool"], typed=title not in _OBJECTS) for row in table["rows"]]
         read[title] = MappingProxyType({**table, "rows": rows})
     return MappingProxyType(read)
@@ -162,7 +162,7 @@ def describe(name: str) -> list[str]:
     named = [(key, entry) for entry in index().get(key, ())]
     if not named:
         named = [(full, entry) for full, entries in index().items() if full.endswith(f".{key}") for entry in entries]
-        named = named if len({id(row) for _, (_, row) in named}) <= FEW else []
+        named = named if len({id(row) for _, (_, row) in named}) <= _FEW else []
     named = named or [
         (full, entry) for full, entries in index().items() if full.startswith(f"{key}.") for entry in entries
     ]
@@ -221,8 +221,8 @@ def translate(overrides: Sequence[str], config_dir: Path | str | None = None, ba
         tools = [tool for tool in IMPORTED if any(row.tool == tool for found in rows.values() for row in found)]
         if not tools or len(rows) == 1:
             raise ConfigError(join_messages(problems))
-        more = f"{len(problems) - SHOWN} more are to be set. " if len(problems) > SHOWN else ""
-        raise ConfigError(join_messages([*problems[:SHOWN], f"{more}{import_hint(tools)}"]))
+        more = f"{len(problems) - _SHOWN} more are to be set. " if len(problems) > _SHOWN else ""
+        raise ConfigError(join_messages([*problems[:_SHOWN], f"{more}{import_hint(tools)}"]))
     notes = [f"{overrides[i]} was read as {' '.join(new[i])}" for i in sorted(new)]
     return _Translated([word for i, given in enumerate(overrides) for word in new.get(i, [given])], notes, composed)
 
@@ -284,7 +284,7 @@ def _entries(name: str) -> tuple[tuple[str | None, Row], ...]:
         section = index().get(name.partition(".")[0], ())
         entries = tuple(entry for entry in section if entry[1].answer or entry[1].keys == ("evaluation",))
         path = name.split(".")
-        fields_of_others = index().get(path[-1], ()) if len(path) >= DEPTH_OF_FIELDS else ()
+        fields_of_others = index().get(path[-1], ()) if len(path) >= _DEPTH_OF_FIELDS else ()
         # A name that is also realign's own (`lr`) stands at a wrong place, which is reported as such.
         of_field = tuple(of for of in fields_of_others if not any(key.endswith(f".{path[-1]}") for key in of[1].keys))
         if not entries and of_field and path[0] in ("interfaces", "models") and not find_keys(name):
@@ -379,9 +379,9 @@ def _is_own(key: str, config: Mapping[str, Any]) -> bool:
     node = config.get(root) if root in _OWN_ROOTS and rest else None
     names = rest.split(".")
     per_role = root in ROOTS and ROOTS[root].per_role
-    if per_role and key.count(".") >= DEPTH_OF_FIELDS - 1 and isinstance(node, Mapping) and names[0] not in node:
+    if per_role and key.count(".") >= _DEPTH_OF_FIELDS - 1 and isinstance(node, Mapping) and names[0] not in node:
         return True  # a typo in a role, which is reported as such
-    if key.count(".") >= DEPTH_OF_FIELDS - 1 and isinstance(node, Mapping) and isinstance(node.get(names[0]), Mapping):
+    if key.count(".") >= _DEPTH_OF_FIELDS - 1 and isinstance(node, Mapping) and isinstance(node.get(names[0]), Mapping):
         node, names = node[names[0]], names[1:]  # of a role
         default = ROOTS[root].default if root in ROOTS else None
         above = [node, *(get(node, tuple(names[: depth + 1])) for depth in range(len(names) - 1))]
@@ -455,20 +455,3 @@ def _follows(node: Mapping[str, Any], names: Sequence[str]) -> bool:
     """Return whether a key takes its value from another key, which is then the one to set."""
     values = (get(node, tuple(names[: depth + 1])) for depth in range(len(names)))
     return any(isinstance(value, str) and value.startswith("${") for value in values)
-
-
-__all__ = [
-    "COMMANDS",
-    "Row",
-    "describe",
-    "import_hint",
-    "index",
-    "is_name",
-    "names",
-    "plain",
-    "read_own_yaml",
-    "tables",
-    "tools_of",
-    "translate",
-    "translate_each",
-]

@@ -315,6 +315,3 @@ class CurriculumOrder(RowOrder):
             chances = np.random.RandomState([bits & 0xFFFFFFFF, bits >> 32]).random_sample(_BLOCK)
             self._chances = (block, chances)
         return float(self._chances[1][inside])
-
-
-__all__ = ["Curriculum", "CurriculumOrder", "PassRate", "Prefer", "PromptHistory"]

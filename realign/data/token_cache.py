@@ -127,6 +127,3 @@ def key_of(*parts: str) -> str:
         content = part.encode(errors="surrogatepass")
         digest.update(f"{len(content)} ".encode() + content)
     return digest.hexdigest()
-
-
-__all__ = ["CachedEncoder", "key_of", "tokenizer_identity"]

@@ -221,6 +221,3 @@ def _addresses(data: SequenceSample, temperature: float, where_T: Tensor) -> lis
             digest.update(f"{x_N.dtype}{tuple(x_N.shape)}".encode() + x_N.contiguous().numpy().tobytes())
         addresses.append(digest.hexdigest())
     return addresses
-
-
-__all__ = ["CachedEngine"]

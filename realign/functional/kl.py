@@ -17,13 +17,6 @@ from torch import Tensor
 
 from .packed import at_least_fp32, check_shapes
 
-__all__ = [
-    "LOG_RATIO_LIMIT",
-    "KLEstimator",
-    "kl_estimate",
-    "log_ratio",
-]
-
 LOG_RATIO_LIMIT = 20.0
 """Bound on the absolute value of log-ratios (nats), so that their exponentials do not overflow fp32."""
 

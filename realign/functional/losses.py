@@ -16,16 +16,6 @@ from torch import Tensor
 from .kl import LOG_RATIO_LIMIT, log_ratio
 from .packed import at_least_fp32, broadcast_to_tokens, check_shapes, segment_sum
 
-__all__ = [
-    "BehaviorWeights",
-    "CapMode",
-    "ImportanceLevel",
-    "PolicyLoss",
-    "behavior_weights",
-    "nll_loss",
-    "policy_loss",
-]
-
 
 class PolicyLoss(NamedTuple):
     """A policy loss per token, and the inputs of its metrics."""

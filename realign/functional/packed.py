@@ -11,20 +11,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = [
-    "at_least_fp32",
-    "broadcast_to_tokens",
-    "check_shapes",
-    "cu_seqlens_of",
-    "first_of_each",
-    "last_true",
-    "position_ids",
-    "previous",
-    "segment_sum",
-    "sequence_index",
-    "sequence_lengths",
-]
-
 
 def cu_seqlens_of(lengths: Sequence[int] | Tensor) -> Tensor:
     """Compute the boundaries, int32 [S+1], of sequences with these lengths [S].

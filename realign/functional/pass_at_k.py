@@ -32,6 +32,3 @@ def pass_at_k(n_G: Tensor, correct_G: Tensor, k: int) -> Tensor:
         [1 - math.comb(n - c, k) / math.comb(n, k) if n >= k else math.nan for n, c in pairs],
         dtype=torch.float64,
     )
-
-
-__all__ = ["pass_at_k"]

@@ -14,8 +14,6 @@ from torch import Tensor
 
 from .packed import at_least_fp32, check_shapes, last_true, sequence_index
 
-__all__ = ["discounted_returns", "gae", "n_step", "token_rewards"]
-
 
 @torch.no_grad()
 def token_rewards(

@@ -7,10 +7,6 @@ from torch import Tensor
 
 from .packed import check_shapes
 
-__all__ = [
-    "keep_best",
-]
-
 
 @torch.no_grad()
 def keep_best(rewards_S: Tensor, group_S: Tensor, valid_S: Tensor, k: int) -> Tensor:

@@ -44,7 +44,7 @@ from realign.functional.packed import at_least_fp32, check_shapes
 from realign.interfaces.components.aggregation import Aggregation, TokenMean
 from realign.settings import Count, Fraction, NonNegative, Positive, Range
 
-TRAINED = ("input_ids", "loss_mask", "rewards")
+_TRAINED = ("input_ids", "loss_mask", "rewards")
 
 
 def expectile_loss(values_T: Tensor, returns_T: Tensor, mask_T: Tensor, *, tau: float) -> Tensor:
@@ -72,7 +72,7 @@ def expectile_loss(values_T: Tensor, returns_T: Tensor, mask_T: Tensor, *, tau: 
 class ILQLInterface(ModelInterface):
     """The policy and action values of ILQL, trained on responses with rewards."""
 
-    KEYS: ClassVar = {"train_step": Keys(dict.fromkeys(TRAINED, ""))}
+    KEYS: ClassVar = {"train_step": Keys(dict.fromkeys(_TRAINED, ""))}
     OUTPUTS = frozenset({"logprobs", "values", "q_values"})
     HEADLINE = ("loss", "q_loss", "v_loss", "nll")
     PANELS = (
@@ -158,12 +158,5 @@ def _mask_rewarded(data: SequenceSample) -> Tensor:
 
 def dataflow() -> DataflowGraph:
     """Build the graph: one call that trains on the dataset."""
-    train = RPC("actor_train", "actor", "train_step", inputs=TRAINED)
-    return DataflowGraph((train,), dataset_keys=(*TRAINED, "prompt_mask"))
-
-
-__all__ = [
-    "ILQLInterface",
-    "dataflow",
-    "expectile_loss",
-]
+    train = RPC("actor_train", "actor", "train_step", inputs=_TRAINED)
+    return DataflowGraph((train,), dataset_keys=(*_TRAINED, "prompt_mask"))

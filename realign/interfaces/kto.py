@@ -46,8 +46,8 @@ from realign.interfaces.components.scoring import score_logprobs
 from realign.interfaces.reference import ReferenceInterface
 from realign.settings import Count, NonNegative, Positive, Range
 
-RESPONSES = ("input_ids", "prompt_mask", "loss_mask")
-TRAINED = ("input_ids", "loss_mask", "labels", "ref_logprobs")
+_RESPONSES = ("input_ids", "prompt_mask", "loss_mask")
+_TRAINED = ("input_ids", "loss_mask", "labels", "ref_logprobs")
 
 
 def kto_baseline(policy_S: Tensor, reference_S: Tensor, valid_S: Tensor) -> Tensor:
@@ -148,7 +148,7 @@ def _response_logprobs(model: Model, data: SequenceSample, mb_spec: MicroBatchSp
 class KTOInterface(ModelInterface):
     """The policy of KTO, trained on labeled responses."""
 
-    KEYS: ClassVar = {"train_step": Keys(dict.fromkeys((*TRAINED, "prompt_mask", "mismatched_ref_logprobs"), ""))}
+    KEYS: ClassVar = {"train_step": Keys(dict.fromkeys((*_TRAINED, "prompt_mask", "mismatched_ref_logprobs"), ""))}
     OUTPUTS = frozenset({"logprobs"})
     HEADLINE = ("loss", "rewards/accuracy", "rewards/margin", "kl_baseline")
     PANELS = (
@@ -181,21 +181,21 @@ class KTOInterface(ModelInterface):
     def train_step(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> Stats:
         """Take `n_minibatches` optimizer steps over the batch, in a new random order."""
         # The same pairs that the reference scored, since `mismatch_responses` depends on the batch alone.
-        other = mismatch_responses(data.select(RESPONSES)).rename(OTHER)
-        data = data.with_data({key: other[key] for key in OTHER.values()}, lengths=other.lengths[OTHER["input_ids"]])
+        other = mismatch_responses(data.select(_RESPONSES)).rename(_OTHER)
+        data = data.with_data({key: other[key] for key in _OTHER.values()}, lengths=other.lengths[_OTHER["input_ids"]])
         rng = np.random.default_rng(model.call_seed("minibatches"))
         steps = [self._step(model, part, mb_spec) for part in data.minibatches(self.n_minibatches, rng)]
         stats = merge_stats(steps)
         # From merged means: mini-batches contain the two labels in different numbers.
-        return stats | margin(stats)
+        return stats | _margin(stats)
 
     def _step(self, model: Model, part: SequenceSample, mb_spec: MicroBatchSpec) -> Stats:
         """Compute the baseline of a mini-batch under the current weights, and take an optimizer step."""
-        other = part.select(OTHER.values()).rename({new: old for old, new in OTHER.items()})
+        other = part.select(_OTHER.values()).rename({new: old for old, new in _OTHER.items()})
         policy_S = _response_logprobs(model, other, mb_spec, self.temperature)
         baseline = kto_baseline(policy_S, part["mismatched_ref_logprobs"], has_answer(other))
         # As a key, so that each micro-batch compares with the baseline of the whole step.
-        data = part.select(TRAINED).with_sequences(kl_baseline=baseline.expand(part.n_sequences).contiguous())
+        data = part.select(_TRAINED).with_sequences(kl_baseline=baseline.expand(part.n_sequences).contiguous())
         stats = model.engine.train_batch(data, mb_spec, self.loss, self.loss_weight)
         return {**stats, "kl_baseline": Mean(baseline, torch.ones_like(baseline))}
 
@@ -245,7 +245,7 @@ class KTOReferenceInterface(ReferenceInterface):
     def keys(self, method: str) -> Keys:
         if method != "inference":
             return Keys()
-        return Keys(needs=dict.fromkeys(RESPONSES, ""), writes=frozenset({"logprobs", "mismatched_ref_logprobs"}))
+        return Keys(needs=dict.fromkeys(_RESPONSES, ""), writes=frozenset({"logprobs", "mismatched_ref_logprobs"}))
 
     def inference(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> SequenceSample:
         """Compute `logprobs` [T] of the responses, and `mismatched_ref_logprobs` [S] of responses to other prompts."""
@@ -258,11 +258,11 @@ class KTOReferenceInterface(ReferenceInterface):
         )
 
 
-OTHER = {"input_ids": "mismatched_input_ids", "loss_mask": "mismatched_loss_mask"}
+_OTHER = {"input_ids": "mismatched_input_ids", "loss_mask": "mismatched_loss_mask"}
 """Names of the keys of mismatched pairs, which have their own lengths, in a batch."""
 
 
-def margin(stats: Stats) -> Stats:
+def _margin(stats: Stats) -> Stats:
     """Return `rewards/margin`: the difference of the mean rewards of desirable and undesirable responses, if any."""
     means = [stats.get(f"rewards/{name}") for name in ("chosen", "rejected")]
     rewards = [mean.total / mean.weight for mean in means if isinstance(mean, Mean) and mean.weight > 0]
@@ -274,18 +274,8 @@ def dataflow() -> DataflowGraph:
     outputs = ("ref_logprobs", "mismatched_ref_logprobs")
     return DataflowGraph(
         (
-            RPC("ref_inf", "ref", "inference", RESPONSES, outputs=outputs, rename={"logprobs": "ref_logprobs"}),
-            RPC("actor_train", "actor", "train_step", inputs=(*RESPONSES, "labels", *outputs)),
+            RPC("ref_inf", "ref", "inference", _RESPONSES, outputs=outputs, rename={"logprobs": "ref_logprobs"}),
+            RPC("actor_train", "actor", "train_step", inputs=(*_RESPONSES, "labels", *outputs)),
         ),
-        dataset_keys=(*RESPONSES, "labels"),
+        dataset_keys=(*_RESPONSES, "labels"),
     )
-
-
-__all__ = [
-    "KTOInterface",
-    "KTOReferenceInterface",
-    "dataflow",
-    "kto_baseline",
-    "kto_loss",
-    "mismatch_responses",
-]

@@ -121,6 +121,3 @@ def best_and_worst(rewards_S: Tensor, data: SequenceSample) -> tuple[Tensor, Ten
 def dataflow(interfaces: Mapping[str, ModelInterface]) -> DataflowGraph:
     """Build the graph: sample, reward, score with the reference unless it is unused, train."""
     return rl_graph(interfaces)
-
-
-__all__ = ["OnlineDPOInterface", "best_and_worst", "dataflow"]

@@ -165,6 +165,3 @@ def _responses(data: SequenceSample) -> Tensor:
     """Return a mask [T] of all tokens after the prompts, also of observations between sampled tokens."""
     masks = [(~given_N).cumsum(0) > 0 for given_N in data.sequences("prompt_mask")]
     return torch.cat([torch.zeros(0, dtype=torch.bool, device=data["input_ids"].device), *masks])
-
-
-__all__ = ["ReferenceInterface"]

@@ -280,6 +280,3 @@ def _mlp_tensors(config: Any, layers: nn.Module) -> int:
     first = next(iter(layers.children()), layers)
     matrices = [p for p in first.parameters() if p.ndim == 2 and set(p.shape) == size]
     return 2 if len(matrices) == 2 and getattr(config, "activation_function", None) not in _PYTHON_ACTIVATIONS else 4
-
-
-__all__ = ["ModelShape", "read_shape", "shape_of", "without_memory"]

@@ -208,21 +208,3 @@ def batch_of(tree: Any) -> SequenceSample:
         {key: cuts[i] for key, i in tree["lengths_of"].items()},
         {key: tuple(values) for key, values in tree["metadata"].items()},
     )
-
-
-__all__ = [
-    "CALLS",
-    "ROLLOUT",
-    "CallRecorder",
-    "RecordedCall",
-    "StepHook",
-    "batch_of",
-    "batch_tree",
-    "call_key",
-    "is_recorded",
-    "only",
-    "read_calls",
-    "recorded_calls_path",
-    "remove_later_calls",
-    "write_calls",
-]

@@ -30,16 +30,16 @@ _MOST_KEYS = 40
 """Settings in the list."""
 _MOST_IN_NAME = 3
 """Settings in the name of a run."""
-LONGEST = 200
+_LONGEST = 200
 """Maximum length of a value, in characters."""
-HEAD = 30
+_HEAD = 30
 """Width at which the head of a column wraps, if its values are shorter."""
-GAP = 2
+_GAP = 2
 """Blanks between columns."""
-NAMES = ("name", "output_dir", "resume", "resume_allow", "resume_skip")
+_NAMES = ("name", "output_dir", "resume", "resume_allow", "resume_skip")
 """Settings that only name a run, or say how it was continued."""
-SEED = re.compile(r"(^|\.)seed$")
-Config = Mapping[str, Any]
+_SEED = re.compile(r"(^|\.)seed$")
+_Config = Mapping[str, Any]
 
 
 def comparison(folders: Sequence[Path], width: int = 80) -> list[RenderableType]:
@@ -66,37 +66,37 @@ def comparison(folders: Sequence[Path], width: int = 80) -> list[RenderableType]
     return [*_metrics(members, heads, width), *_branches(runs, own), *_settings(configs)]
 
 
-def seed_groups(configs: Sequence[Config]) -> list[list[int]]:
+def seed_groups(configs: Sequence[_Config]) -> list[list[int]]:
     """Return the positions of the runs that differ only in their seeds (and names), together.
 
     Runs with the same seed stay apart, since something else than a setting differs between them.
     """
     groups: dict[str, list[int]] = {}
     for i, config in enumerate(configs):
-        rest = {key: value for key, value in config.items() if key not in NAMES and not SEED.search(key)}
+        rest = {key: value for key, value in config.items() if key not in _NAMES and not _SEED.search(key)}
         groups.setdefault(json.dumps(rest, sort_keys=True, default=str), []).append(i)
     columns: list[list[int]] = []
     for group in groups.values():
-        seeds = {json.dumps({k: v for k, v in configs[i].items() if SEED.search(k)}, default=str) for i in group}
+        seeds = {json.dumps({k: v for k, v in configs[i].items() if _SEED.search(k)}, default=str) for i in group}
         columns += [group] if len(seeds) == len(group) else [[i] for i in group]
     return sorted(columns)
 
 
-def names(configs: Sequence[Config], folders: Sequence[str]) -> list[str]:
+def names(configs: Sequence[_Config], folders: Sequence[str]) -> list[str]:
     """Return a name for each run by the settings that differ, such as `std=group low=0.2`.
 
     If more settings differ than a name has room for, runs keep the names of their folders. The folders of a sweep have
     only numbers, so its runs are called by the first settings that tell them apart.
     """
     keys = [
-        key for key in find_differing_keys(configs) if key not in NAMES and all(key in config for config in configs)
+        key for key in find_differing_keys(configs) if key not in _NAMES and all(key in config for config in configs)
     ]
     numbered = any(folder.rpartition("/")[2].isdecimal() for folder in folders)
     if len(keys) > _MOST_IN_NAME and not numbered:
         return list(folders)
-    chosen = [key for key in keys if not SEED.search(key)]
+    chosen = [key for key in keys if not _SEED.search(key)]
     if len(chosen) > _MOST_IN_NAME or _distinct(configs, chosen) < len(configs):
-        candidates, chosen = sorted(keys, key=lambda key: bool(SEED.search(key))), []
+        candidates, chosen = sorted(keys, key=lambda key: bool(_SEED.search(key))), []
         for key in candidates:
             if _distinct(configs, [*chosen, key]) > _distinct(configs, chosen):
                 chosen.append(key)
@@ -105,7 +105,7 @@ def names(configs: Sequence[Config], folders: Sequence[str]) -> list[str]:
     return [format_settings(config, chosen) for config in configs]
 
 
-def format_settings(config: Config, keys: Sequence[str]) -> str:
+def format_settings(config: _Config, keys: Sequence[str]) -> str:
     """Return settings as text, by the shortest ends of their keys that differ, such as `std=group low=0.2`."""
     plain = [key.removesuffix("._target_") for key in keys]
     parts = []
@@ -136,14 +136,14 @@ def count_states(states: Sequence[str]) -> str:
     return states[0] if len(counts) == 1 else ", ".join(f"{count} {state}" for state, count in counts.items())
 
 
-def find_differing_keys(configs: Sequence[Config]) -> list[str]:
+def find_differing_keys(configs: Sequence[_Config]) -> list[str]:
     """Return the config keys whose values differ between runs, those that all runs have first."""
     keys = dict.fromkeys(key for config in configs for key in config)
     different = [key for key in keys if _distinct(configs, [key]) > 1]
     return sorted(different, key=lambda key: not all(key in config for config in configs))
 
 
-def _distinct(configs: Sequence[Config], keys: Sequence[str]) -> int:
+def _distinct(configs: Sequence[_Config], keys: Sequence[str]) -> int:
     # As JSON, since a value can be a list, which has no hash.
     return len({json.dumps([config.get(key) for key in keys], default=str) for config in configs})
 
@@ -221,21 +221,21 @@ def _course(run: Mapping[str, Any], name: str) -> str:
 def _tables(heads: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]], width: int) -> list[Table]:
     """Return columns with these heads, in as many tables below each other as `width` needs."""
     shown = [[_cell(cell) for cell in cells] for _, cells in rows]
-    least = [min(HEAD, _cell(head).cell_len) for head in heads]
+    least = [min(_HEAD, _cell(head).cell_len) for head in heads]
     needed = [max(size, *(row[i].cell_len for row in shown)) for i, size in enumerate(least)]
-    left = width - sum(size + GAP for size in needed)
+    left = width - sum(size + _GAP for size in needed)
     # The first column gets what the others leave, but at least a third of the width.
     first = min(max(_cell(name).cell_len for name, _ in rows), max(width // 3, left))
-    room = max(1, width - first - GAP)
+    room = max(1, width - first - _GAP)
     needed = [min(room, size) for size in needed]
     parts: list[list[int]] = [[]]
     for i, size in enumerate(needed):
-        if parts[-1] and sum(needed[j] + GAP for j in parts[-1]) + size > room:
+        if parts[-1] and sum(needed[j] + _GAP for j in parts[-1]) + size > room:
             parts.append([])
         parts[-1].append(i)
     tables = []
     for part in parts:
-        table = Table(box=None, padding=(0, GAP, 0, 0), pad_edge=False)
+        table = Table(box=None, padding=(0, _GAP, 0, 0), pad_edge=False)
         table.add_column("", width=first, overflow="fold")
         for i in part:
             table.add_column(_cell(heads[i]), width=needed[i], overflow="fold")
@@ -296,20 +296,20 @@ def _curves(folder: Path) -> dict[int, dict[str, float]]:
     }
 
 
-BLOCKS = 10
+_BLOCKS = 10
 """Blocks of consecutive steps whose means count as independent. The differences of single steps are correlated."""
 
 
 def summarize_differences(differences: Sequence[float]) -> str:
-    """Return the mean of differences and its standard error, from the means of up to `BLOCKS` blocks of steps."""
-    n = min(BLOCKS, len(differences))
+    """Return the mean of differences and its standard error, from the means of up to `_BLOCKS` blocks of steps."""
+    n = min(_BLOCKS, len(differences))
     ends = [round(i * len(differences) / n) for i in range(n + 1)]
     return mean([_mean(differences[start:end]) for start, end in pairwise(ends)])
 
 
-def _settings(configs: Sequence[Config]) -> list[Text]:
+def _settings(configs: Sequence[_Config]) -> list[Text]:
     """Return a line for each setting that differs: `key: a -> b`, in the order of the runs."""
-    different = [key for key in find_differing_keys(configs) if key not in NAMES]
+    different = [key for key in find_differing_keys(configs) if key not in _NAMES]
     keys = [key for key in different if all(key in config for config in configs)]
     lines = [f"{key}: {' -> '.join(_format_value(config, key) for config in configs)}" for key in keys[:_MOST_KEYS]]
     if len(keys) > _MOST_KEYS:
@@ -332,20 +332,8 @@ def _cell(text: str) -> Text:
 
 
 def _limit(text: str) -> str:
-    return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
-def _format_value(config: Config, key: str) -> str:
+def _format_value(config: _Config, key: str) -> str:
     return "" if key not in config else "null" if config[key] is None else _limit(str(config[key]))
-
-
-__all__ = [
-    "comparison",
-    "count_states",
-    "find_differing_keys",
-    "format_settings",
-    "mean",
-    "names",
-    "seed_groups",
-    "summarize_differences",
-]

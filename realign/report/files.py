@@ -19,7 +19,7 @@ from realign.records.record_files import METRICS, json_object, yaml_object
 
 _LEVELS = 3
 """Depth below a folder at which its runs are found."""
-Read = Callable[[Any], Any]
+_Read = Callable[[Any], Any]
 """Converts any JSON value to the kind that the report expects."""
 
 
@@ -113,29 +113,29 @@ def _flag(value: Any) -> bool | None:
     return value if isinstance(value, bool) else None
 
 
-def _each(read: Read) -> Read:
+def _each(read: _Read) -> _Read:
     """Read a list; every other value is an empty list."""
     return lambda value: [read(item) for item in value] if isinstance(value, list) else []
 
 
-def _by_name(read: Read) -> Read:
+def _by_name(read: _Read) -> _Read:
     """Read a mapping from names; every other value is an empty mapping."""
     return lambda value: {name: read(item) for name, item in value.items()} if isinstance(value, Mapping) else {}
 
 
-def _if_list(read: Read) -> Read:
+def _if_list(read: _Read) -> _Read:
     """Read a list; None for every other value."""
     return lambda value: _each(read)(value) if isinstance(value, list) else None
 
 
-def _record(**fields: Read) -> Read:
+def _record(**fields: _Read) -> _Read:
     """Read a mapping with these fields and no others; None for every other value."""
     return lambda value: (
         {name: read(value.get(name)) for name, read in fields.items()} if isinstance(value, Mapping) else None
     )
 
 
-def _records(**fields: Read) -> Read:
+def _records(**fields: _Read) -> _Read:
     """Read a list of mappings with these fields; skips other items."""
     read = _record(**fields)
     return lambda value: [read(item) for item in value if isinstance(item, Mapping)] if isinstance(value, list) else []
@@ -161,7 +161,7 @@ _RUN_INFO = _record(
     ),
 )
 """Schema of run.json, except for the graph."""
-SUMMARY = _record(
+_SUMMARY = _record(
     **dict.fromkeys(("name", "status", "reason", "diagnosis"), text),
     **dict.fromkeys(("step", "steps", "seconds", "warnings"), number),
     metrics=_records(
@@ -187,7 +187,7 @@ _TOKENS = _record(
     **dict.fromkeys(("given", *_TOKEN_VALUES), _if_list(number)),
 )
 _SPAN = _record(**dict.fromkeys(("name", "kind", "thread"), text), **dict.fromkeys(("step", "start", "end"), number))
-RECORDS: Mapping[str, Read] = MappingProxyType(
+_RECORDS: Mapping[str, _Read] = MappingProxyType(
     {
         "samples": _SAMPLE,
         "eval_samples": _SAMPLE,
@@ -207,12 +207,12 @@ def run_info(folder: Path) -> dict[str, Any]:
 
 def summary(folder: Path) -> dict[str, Any]:
     """Return the values of summary.json."""
-    return dict(SUMMARY(json_object(folder / "summary.json")))
+    return dict(_SUMMARY(json_object(folder / "summary.json")))
 
 
 def usable(name: str, records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the records of a file in the form of its schema, without those that the page cannot draw."""
-    converted = [RECORDS[name](record) for record in records]
+    converted = [_RECORDS[name](record) for record in records]
     if name == "spans":
         return [entry for entry in converted if entry["start"] is not None and entry["end"] is not None]
     if name == "tokens":
@@ -226,17 +226,3 @@ def usable(name: str, records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]
     )
     absent: tuple[Any, ...] = (None, "", {})
     return [{k: value for k, value in entry.items() if k not in optional or value not in absent} for entry in converted]
-
-
-__all__ = [
-    "check_run",
-    "find_runs",
-    "flat_config",
-    "is_run",
-    "number",
-    "run_info",
-    "signature",
-    "summary",
-    "text",
-    "usable",
-]

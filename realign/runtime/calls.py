@@ -120,6 +120,3 @@ def _less_memory(rpc: RPC, mb_spec: MicroBatchSpec) -> str:
     if rpc.method == "generate":
         return f"Set models.{rpc.model}.sampler.max_slots to decode fewer sequences at once."
     return f"Lower microbatch.max_tokens_per_microbatch={mb_spec.max_tokens_per_microbatch}."
-
-
-__all__ = ["MARK", "call", "inputs_of", "is_stale"]

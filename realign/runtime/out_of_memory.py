@@ -48,6 +48,3 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and _OTHER_ALLOCATORS.search(str(error)) is not None
-
-
-__all__ = ["SMALLER", "is_out_of_memory", "memory_limited"]

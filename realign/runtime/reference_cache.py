@@ -121,6 +121,3 @@ def _sha256(tensors: Mapping[str, Tensor]) -> Tensor:
     for key, tensor in sorted(tensors.items()):
         digest.update(f"{key} {tensor.dtype} {tuple(tensor.shape)} ".encode() + tensor.numpy().tobytes())
     return torch.tensor(list(digest.digest()), dtype=torch.uint8)
-
-
-__all__ = ["REFERENCES", "load_with_cache", "read_references", "score_rows", "write_references"]

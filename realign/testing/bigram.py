@@ -249,6 +249,3 @@ class BigramEngine(PipelinableEngine):
         """Write the two tables."""
         path.mkdir(parents=True, exist_ok=True)
         np.savez(path / "bigram.npz", logits=self.logits_VV.numpy(), values=self.values_V.numpy())
-
-
-__all__ = ["BigramEngine", "BigramOutput"]

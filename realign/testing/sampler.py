@@ -288,6 +288,3 @@ def check_sampler(
             SAMPLER_CHECKS[name](SamplerCase(sampler, prompts, config, other))
         finally:
             sampler.close()
-
-
-__all__ = ["SAMPLER_CHECKS", "SamplerCase", "check_sampler"]

@@ -85,6 +85,3 @@ def check_writable(folder: Path) -> None:
         raise ConfigError(f"--out {folder}: {nearest} is a file. Choose another folder.")
     if not os.access(nearest, os.W_OK):
         raise ConfigError(f"--out {folder}: {nearest} cannot be written to. Choose another folder.")
-
-
-__all__ = ["check_writable", "experiment_of", "resolve_out", "run_and_step", "run_folder"]

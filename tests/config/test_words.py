@@ -116,7 +116,7 @@ def test_abstract_private_local_and_replaced_classes_are_no_words(module):
 
 
 IMPORTED = (
-    *("DualClip", "Fraction", "NonNegative", "PolicyLoss", "PolicyTokens", "_Clipped", "_basic", "_dual_text"),
+    *("_DualClip", "Fraction", "NonNegative", "PolicyLoss", "PolicyTokens", "_Clipped", "_basic", "_dual_text"),
     *("dataclass", "gspo_loss", "override"),
 )
 """What the source of `Gspo` takes from its page."""

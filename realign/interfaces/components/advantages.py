@@ -685,21 +685,3 @@ def normalize_advantages(
     assert estimate.advantages_T is not None
     group_T = group_S[sequence_index(cu_seqlens)] if estimate.group_T is None else estimate.group_T
     return norm(estimate.advantages_T, group_T, mask_T, reduce, estimate.counted_T)
-
-
-__all__ = [
-    "GAE",
-    "AdvantageEstimator",
-    "Estimate",
-    "Gdpo",
-    "GroupRelative",
-    "MaxRL",
-    "NStep",
-    "Rewards",
-    "TeacherKL",
-    "TurnGroup",
-    "TurnReturns",
-    "advantage_stats",
-    "degenerate_rescale",
-    "normalize_advantages",
-]

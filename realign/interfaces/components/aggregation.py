@@ -131,6 +131,3 @@ def _count_sequences(mask_T: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Return how many sequences have a token in the mask; a sequence without one must not weigh."""
     check_shapes(mask_T, mask_T=mask_T)
     return (segment_sum(mask_T, cu_seqlens) > 0).sum(dtype=torch.float32)
-
-
-__all__ = ["Aggregation", "Constant", "SeqMeanTokenMean", "SeqMeanTokenSum", "TokenMean"]

@@ -183,6 +183,3 @@ def staleness_stats(data: SequenceSample, version: int) -> Stats:
         "staleness_tail": masked_mean(newest_S.float(), oldest_S >= 0),
         "staleness_max": masked_max(oldest_S, oldest_S >= 0),
     }
-
-
-__all__ = ["Corrected", "Correction", "ImportanceCorrection", "RatioRange", "staleness_stats"]

@@ -42,6 +42,3 @@ class EarlyStop(Settings):
     @property
     def _bounds(self) -> dict[str, float | None]:
         return {"approx_kl": self.kl, "ratio_mean": self.ratio}
-
-
-__all__ = ["EarlyStop"]

@@ -87,6 +87,3 @@ class EntropyControl:
         """Restore what `state_dict` returned; the state of a constant coefficient leaves the initial one."""
         if self.bonus.target is not None and state:
             self.value, self.entropy = float(state["value"]), float(state["entropy"])
-
-
-__all__ = ["EntropyBonus", "EntropyControl"]

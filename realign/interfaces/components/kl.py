@@ -359,13 +359,3 @@ class KLControl:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned."""
         self.controller.load_state_dict(state)
-
-
-__all__ = [
-    "AdaptiveKLController",
-    "FixedKLController",
-    "KLControl",
-    "KLController",
-    "KLPenalty",
-    "KLPlace",
-]

@@ -79,6 +79,3 @@ class Normalization(Settings):
         std = f"{'sample' if self.unbiased else 'population'} std({self.std.value})"
         below = f"sqrt({std}^2 + {self.eps:g})" if self.eps_inside_sqrt else f"({std} + {self.eps:g})"
         return f"({x}{mean}) / {below}"
-
-
-__all__ = ["Normalization"]

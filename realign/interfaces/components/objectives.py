@@ -176,7 +176,7 @@ class _Clipped(Objective):
     def _dual(self) -> float | None: ...
 
 
-DualClip = Annotated[float, Range(gt=1)] | None
+_DualClip = Annotated[float, Range(gt=1)] | None
 
 
 @dataclass
@@ -187,7 +187,7 @@ class Clip(_Clipped):
     """The ratio is clipped below at 1 - low."""
     high: NonNegative = 0.2
     """The ratio is clipped above at 1 + high."""
-    dual: DualClip = None
+    dual: _DualClip = None
     """Upper bound on the ratio for negative advantages, above 1 (dual clip, arXiv:1912.09729); null: off."""
 
     @override
@@ -242,7 +242,7 @@ class Gspo(_Clipped):
     """The sequence's ratio is clipped below at 1 - low."""
     high: NonNegative = 4e-4
     """The sequence's ratio is clipped above at 1 + high."""
-    dual: DualClip = None
+    dual: _DualClip = None
     """Upper bound on the ratio for negative advantages, above 1; null: off."""
 
     @override
@@ -732,31 +732,3 @@ def _loss_without_clip(loss_T: Tensor, ratio_T: Tensor, clamped_T: Tensor) -> Po
 def _check_range(low: float | None, high: float, *, lowest: float) -> None:
     if not (low is None or 0 <= low <= lowest) or not high >= 0:
         raise ValueError(f"low must be from 0 to {lowest:g} (None: no bound) and high at least 0, found {low}, {high}")
-
-
-__all__ = [
-    "POLICY_PANELS",
-    "BinaryDivergence",
-    "Cispo",
-    "Clip",
-    "Dppo",
-    "Gmpo",
-    "Gspo",
-    "Objective",
-    "PolicyTokens",
-    "ProximalKL",
-    "ProximalKLControl",
-    "Reinforce",
-    "Sapo",
-    "ThresholdKLController",
-    "cispo_loss",
-    "dppo_loss",
-    "gmpo_loss",
-    "gspo_loss",
-    "policy_loss_of",
-    "policy_stats",
-    "proximal_kl_loss",
-    "reinforce_loss",
-    "sapo_loss",
-    "sequence_mean",
-]

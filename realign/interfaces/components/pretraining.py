@@ -72,6 +72,3 @@ def pretraining_loss(output: ModelOutput, minibatch: SequenceSample) -> tuple[Te
     weight_T = minibatch["ptx_weight"]
     nll_T = nll_loss(output.logprobs(where_T=weight_T > 0), weight_T > 0)
     return (weight_T * nll_T).sum(), {"ptx_nll": masked_mean(nll_T, weight_T > 0)}
-
-
-__all__ = ["mix_pretraining", "pretraining_loss"]

@@ -145,6 +145,3 @@ class RewardShaping(Settings):
             steps.append(f"{'centered and ' if self.center else ''}divided by the std {of}")
         steps += ["minus the score of the greedy response"] if self.baseline is RewardBaseline.greedy else []
         return ", ".join(steps)
-
-
-__all__ = ["RewardBaseline", "RewardScale", "RewardShaping"]

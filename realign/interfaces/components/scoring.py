@@ -67,13 +67,3 @@ def first_logprob_diff(
             logprobs_T = output.logprobs(temperature=temperature, where_T=mask_T)
         difference = masked_max((logprobs_T - old_logprobs(minibatch)).abs(), mask_T)
     return {"first_logprob_diff_max": difference}
-
-
-__all__ = [
-    "first_logprob_diff",
-    "forward_inputs",
-    "old_logprobs",
-    "score_distributions",
-    "score_logprobs",
-    "scoring_keys",
-]

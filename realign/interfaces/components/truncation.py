@@ -177,11 +177,3 @@ def end_tokens(model: Model, ids_T: Tensor, stop_token_ids: Sequence[int] | None
             why = "neither the model nor its tokenizer has an end token"
             raise ConfigError(f"{setting}: {why}. Set stop_token_ids, or remove this setting")
     return torch.isin(ids_T, torch.tensor(stop_token_ids, dtype=ids_T.dtype, device=ids_T.device))
-
-
-__all__ = [
-    "TruncatedReward",
-    "Truncation",
-    "end_tokens",
-    "overlong_penalty",
-]

@@ -177,14 +177,3 @@ VALUE_PANELS = (
     Panel("value loss", {"value_loss": "values"}),
 )
 """Charts of the metrics of values."""
-
-__all__ = [
-    "VALUE_PANELS",
-    "Critic",
-    "ValueLoss",
-    "ValueObjective",
-    "number",
-    "select_trained",
-    "value_loss",
-    "value_stats",
-]

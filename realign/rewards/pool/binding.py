@@ -223,7 +223,7 @@ CONVENTIONS = (
     ),
 )
 """What each tool passes."""
-DENSE = Convention(tool=OURS, arguments={**_TEXT, "tokens": _TEXT["response"]}, needs=(_names("tokens"),))
+_DENSE = Convention(tool=OURS, arguments={**_TEXT, "tokens": _TEXT["response"]}, needs=(_names("tokens"),))
 """How realign calls a function of dense rewards; the pool replaces `tokens`."""
 _USUAL = _names("data_source", "ground_truth", "extra_info", "labels", "info")
 """Names of tools that are also usual names of columns."""
@@ -360,9 +360,9 @@ def bind(function: Callable[..., Any], name: str, *, dense: bool = False) -> Bin
     parameters, takes = signature.parameters, f"reward function {name!r} takes {signature}"
     if any(p.kind is p.VAR_POSITIONAL for p in parameters.values()):
         raise ConfigError(f"{takes}: arguments are passed by name, so *args would get nothing. Write {_WORKS}.")
-    if dense and not ("tokens" in parameters and _OWNED & parameters.keys() <= DENSE.arguments.keys()):
-        raise ConfigError(f"{takes}, but dense=true calls it as {DENSE.signature}.")
-    convention = DENSE if dense else _convention(parameters, takes)
+    if dense and not ("tokens" in parameters and _OWNED & parameters.keys() <= _DENSE.arguments.keys()):
+        raise ConfigError(f"{takes}, but dense=true calls it as {_DENSE.signature}.")
+    convention = _DENSE if dense else _convention(parameters, takes)
     fixed = frozenset(function.keywords) if isinstance(function, functools.partial) else frozenset()
     columns, required = [], []
     for own, parameter in parameters.items():
@@ -415,16 +415,3 @@ def named_arguments(function: Callable[..., Any], what: str, names: Collection[s
     if any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values()):
         return tuple(names)
     return tuple(name for name in names if name in signature.parameters)
-
-
-__all__ = [
-    "CONVENTIONS",
-    "OURS",
-    "Binding",
-    "Convention",
-    "RewardScope",
-    "Scored",
-    "bind",
-    "named_arguments",
-    "signature_of",
-]

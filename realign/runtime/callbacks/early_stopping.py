@@ -101,6 +101,3 @@ class EarlyStopping(Callback):
         if self.best is None:
             return True
         return value > self.best + self.min_delta if self.mode is Goal.max else value < self.best - self.min_delta
-
-
-__all__ = ["EarlyStopping", "Goal"]
