@@ -20,7 +20,6 @@ from realign.runtime.experiment import AUTO, CheckpointPart, Experiment
 from realign.runtime.processes.watchdog import WorkerLost
 from realign.runtime.run_checkpoints import config_leaves, config_of, environment
 from realign.runtime.runtime_spec import Ray
-from realign.version import installed_version
 
 _ABSENT = "(none)"
 DYNAMIC_SAMPLING = "dynamic_sampling"
@@ -47,24 +46,13 @@ def find_start(experiment: Experiment) -> Start | None:
     if selected is None:
         return None
     checkpoint, state = selected
-    # before the schema, which the state of another version may not fit: the message should name that version
-    check_version(str(checkpoint.path), state, config_of(experiment), installed_version())
     check_tree(str(checkpoint.path), state)
     new_run = CheckpointPart.counters in experiment.resume_skip
     own = experiment.owns(checkpoint.path)
     complete = not new_run and (checkpoint.step >= experiment.steps or _find_stop(experiment, state) is not None)
     if complete:
         _check_complete(experiment, checkpoint, state, own)
-    present = config_of(experiment)
-    added = [] if state["realign"] == installed_version() else added_keys(state["config"], present)
-    check_config(state["config"], present, [*experiment.resume_allow, *added])
-    if added:
-        values = ", ".join(f"{key}={value}" for key, value in config_leaves(present) if key in added)
-        warnings.warn(
-            f"{checkpoint.path} was written by realign {state['realign']}, which lacks some settings of this version. "
-            f"The run continues with {values}.",
-            stacklevel=2,
-        )
+    check_config(state["config"], config_of(experiment), experiment.resume_allow)
     warn_of_another_environment(state["environment"])
     return Start(checkpoint, state, own, new_run, complete)
 
@@ -126,39 +114,6 @@ def _find(experiment: Experiment) -> tuple[Checkpoint, dict[str, Any]] | None:
         f"resume={experiment.resume}: no checkpoint found. Set a run folder or a checkpoint such as "
         "runs/NAME/checkpoints/step_000010."
     )
-
-
-def check_version(path: str, state: Mapping[str, Any], present: Mapping[str, Any], running: str) -> None:
-    """Raise an error for a checkpoint of an earlier version whose config has keys that this version lacks.
-
-    Args:
-        path: Path of the checkpoint, for the message.
-        state: Content of the checkpoint.
-        present: Config of the resumed run.
-        running: Installed version of realign.
-
-    Raises:
-        CheckpointError: The checkpoint cannot be resumed. The message names the version that can resume it.
-    """
-    written = str(state.get("realign", ""))
-    minor = ".".join(written.split(".")[:2])
-    if not written or minor == ".".join(running.split(".")[:2]):
-        return
-    now = {key for key, _ in config_leaves(present)}
-    gone = [key for key, _ in config_leaves(state.get("config", {})) if key not in now and not is_free(key)]
-    if gone:
-        names = ", ".join(gone[:3]) + (", ..." if len(gone) > 3 else "")
-        raise CheckpointError(
-            f"{path} was written by realign {written}; realign {running} has no keys {names}. Resume the run with "
-            f"realign {minor}, or start a new one"
-        )
-
-
-def added_keys(saved: Mapping[str, Any], present: Mapping[str, Any]) -> list[str]:
-    """Return the keys that a config of this version has, and a config of another one lacks, in sections of both."""
-    before = dict(config_leaves(saved))
-    sections = {""} | {key[:end] for key in before for end in _ends(key)}
-    return [key for key, _ in config_leaves(present) if key not in before and key.rpartition(".")[0] in sections]
 
 
 def check_config(saved: Mapping[str, Any], present: Mapping[str, Any], allow: Iterable[str]) -> None:

@@ -40,9 +40,7 @@ from realign.runtime.output_folder import alone_in
 from realign.runtime.processes.watchdog import WorkerLost
 from realign.runtime.resume import (
     Attempts,
-    added_keys,
     check_config,
-    check_version,
     find_start,
     training_settings,
 )
@@ -219,19 +217,6 @@ def test_what_changes_nothing_of_the_training_may_differ():
     check_config({"x": math.nan, "y": (1, 2)}, {"x": math.nan, "y": [1, 2]}, [])
 
 
-def test_a_checkpoint_of_an_earlier_version_names_the_version_that_can_resume_it():
-    state = {"realign": "0.1.3", "config": {"interfaces": {"actor": {"clip_high": 0.2}}, "seed": 0}}
-    present = {"interfaces": {"actor": {"objective": {"high": 0.2}}}, "seed": 1}
-    with pytest.raises(CheckpointError) as caught:
-        check_version("run/step_2", state, present, "0.2.0")
-    assert str(caught.value) == (
-        "run/step_2 was written by realign 0.1.3; realign 0.2.0 has no keys interfaces.actor.clip_high. Resume the run "
-        "with realign 0.1, or start a new one"
-    )
-    check_version("run/step_2", state, present, "0.1.9")
-    check_version("run/step_2", state | {"config": {"seed": 0}}, present, "0.2.0")
-
-
 def test_check_says_what_it_would_go_on_from(tmp_path, capsys):
     write_experiment(tmp_path)
     arguments = ["--config-dir", str(tmp_path), "experiment=bigram", "steps=1", f"output_dir={tmp_path}/run"]
@@ -248,12 +233,6 @@ def test_a_script_is_compared_by_what_orders_the_data(tmp_path):
     done(tmp_path)
     with pytest.raises(CheckpointError, match="batch_prompts was 8, is 4; seed was 0, is 1"):
         resumed(tmp_path, seed=1, batch_prompts=4)
-
-
-def test_only_new_keys_of_sections_that_the_checkpoint_has_are_new_settings():
-    saved = {"actor": {"kl": {"coef": 0.1}}, "callbacks": {}}
-    present = {"actor": {"kl": {"coef": 0.2, "cap": 1.0}, "trains": {"rank": 4}}, "skip_together": False}
-    assert added_keys(saved, present) == ["actor.kl.cap", "skip_together"]
 
 
 def test_another_number_of_rows_is_refused_unless_the_position_is_left_out(tmp_path):
