@@ -28,6 +28,17 @@ def shorten(text: str, longest: int) -> str:
     return f"{text[:half]} ... ({len(text) - 2 * half} characters omitted) ... {text[-half:]}"
 
 
+def brief(value: Any, longest: int) -> str:
+    """Return the `repr` of a value, cut after `longest` characters."""
+    text = repr(value)
+    return text if len(text) <= longest else f"{text[:longest]}..."
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of the text of an error, or the name of its class if it has none."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
 _USER = re.compile(r"(?<=://)[^\s/@]+@")
 
 

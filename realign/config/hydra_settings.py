@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from realign.config.errors import ConfigError
+from realign.text import brief
 
 DEFAULT_LAUNCHER = "basic"
 DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
@@ -113,7 +114,7 @@ def check_launcher(name: object = None, *others: object) -> str:
     """
     if name not in LAUNCHERS or others:
         raise ConfigError(
-            f"hydra.launcher={_shorten(name)}: this launcher is not allowed. {_HINTS['hydra.launcher._target_']}"
+            f"hydra.launcher={brief(name, 200)}: this launcher is not allowed. {_HINTS['hydra.launcher._target_']}"
         )
     return str(name)
 
@@ -129,16 +130,16 @@ def check_settings(node: Any, launcher: str) -> None:
         ConfigError: a setting or its value is not allowed; names both.
     """
     if not isinstance(node, Mapping):
-        raise ConfigError(f"hydra={_shorten(node)}: expected settings of Hydra, such as hydra.sweep.dir=FOLDER.")
+        raise ConfigError(f"hydra={brief(node, 200)}: expected settings of Hydra, such as hydra.sweep.dir=FOLDER.")
     for key, value in _settings(node, "hydra"):
         rule = _ALLOWED.get(key)
         if rule is None and key.removeprefix("hydra.launcher.") in LAUNCHERS[launcher]:
             rule = _VALUE
         if rule is None:
             hint = next((text for start, text in _HINTS.items() if key.startswith(start)), "Remove it.")
-            raise ConfigError(f"{key}={_shorten(value)}: a config cannot change this setting of Hydra. {hint}")
+            raise ConfigError(f"{key}={brief(value, 200)}: a config cannot change this setting of Hydra. {hint}")
         if not rule.valid(value):
-            raise ConfigError(f"{key}={_shorten(value)}: this value is not allowed. Expected {rule.expected}.")
+            raise ConfigError(f"{key}={brief(value, 200)}: this value is not allowed. Expected {rule.expected}.")
 
 
 def _settings(node: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
@@ -149,8 +150,3 @@ def _settings(node: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]
             yield from _settings(value, key)
         else:
             yield key, value
-
-
-def _shorten(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 200 else f"{text[:200]}..."

@@ -23,6 +23,7 @@ from typing_extensions import override
 from realign.cells import read_column
 from realign.data.columns import Row
 from realign.errors import DataError
+from realign.text import first_line
 
 Position: TypeAlias = Any
 """Position between two rows of a file, as a JSON value; None is the start."""
@@ -448,10 +449,6 @@ _DAMAGED = (OSError, ValueError, OverflowError, SystemError)
 """Errors of values that Python cannot represent, such as a date in the year 50,000, besides those of pyarrow."""
 
 
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
-
-
 class _Converter:
     """Converts batches of a file to rows, and checks them first.
 
@@ -534,7 +531,7 @@ class ParquetFile(LocalFile):
                 for number, row in converter.number_rows(batches, cursor, start):
                     yield PlacedRow(self, number, row)
         except (pyarrow.ArrowException, *_DAMAGED) as error:
-            raise DataError(f"{self.name} is not a readable parquet file: {_first_line(error)}") from error
+            raise DataError(f"{self.name} is not a readable parquet file: {first_line(error)}") from error
 
 
 @dataclass(frozen=True)
@@ -551,7 +548,7 @@ class ArrowFile(LocalFile):
                 for number, row in converter.number_rows(self._batches(file), cursor, cursor.position or 0):
                     yield PlacedRow(self, number, row)
         except (pyarrow.ArrowException, *_DAMAGED) as error:
-            raise DataError(f"{self.name} is not a readable arrow file: {_first_line(error)}") from error
+            raise DataError(f"{self.name} is not a readable arrow file: {first_line(error)}") from error
 
     def _batches(self, file: Any) -> Iterator[Any]:
         import pyarrow
@@ -578,7 +575,7 @@ class SavedFolder(LocalFile):
         except DataError:
             raise
         except Exception as error:  # `datasets` raises various exceptions for missing or corrupt files
-            reason = f"{type(error).__name__}: {_first_line(error)}"
+            reason = f"{type(error).__name__}: {first_line(error)}"
             raise DataError(f"{self.name} cannot be read as a dataset: {reason}") from error
 
     @override

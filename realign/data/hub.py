@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from realign.data.files import SUFFIXES, Cursor, PlacedRow, RowFile, is_hidden, rows_of
 from realign.errors import DataError, TransientError
+from realign.text import first_line
 
 _NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _UNREACHABLE = (
@@ -191,7 +192,7 @@ def _one_line(name: str, subset: str | None) -> Iterator[None]:
     except Exception as error:  # `datasets` and its network libraries raise various exceptions
         # `datasets` has no exception class for an unknown or missing subset, so only the message tells.
         if isinstance(error, ValueError) and "onfig" in str(error).splitlines()[0] and "Available" in str(error):
-            raise DataError(f"subset={subset!r}: {name} has no such subset. {_first_line(error)}") from error
+            raise DataError(f"subset={subset!r}: {name} has no such subset. {first_line(error)[:300]}") from error
         if "Config name is missing" in str(error):
             choices = ", ".join(re.findall(r"'([^']+)'", str(error).partition("configs:")[2].splitlines()[0]))
             raise DataError(f"{name} contains several subsets. Choose one with subset: {choices}.") from error
@@ -208,9 +209,11 @@ def _one_line(name: str, subset: str | None) -> Iterator[None]:
         if type(error).__name__ in ("DatasetNotFoundError", "RepositoryNotFoundError"):
             raise DataError(
                 f"{name}: no such file or folder, and the hub has no such dataset, or it needs a token "
-                f"({_first_line(error)})."
+                f"({first_line(error)[:300]})."
             ) from error
-        raise DataError(f"{name} cannot be read as a dataset: {type(error).__name__}: {_first_line(error)}") from error
+        raise DataError(
+            f"{name} cannot be read as a dataset: {type(error).__name__}: {first_line(error)[:300]}"
+        ) from error
 
 
 def _unreachable(error: BaseException | None) -> bool:
@@ -225,8 +228,3 @@ def _unreachable(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0][:300] if lines else type(error).__name__

@@ -32,6 +32,7 @@ from realign.data.hub import choose_split, hub_files, is_hub_name, splits_of_fol
 from realign.data.order import Ramp, epoch_order
 from realign.errors import DataError, SettingsError
 from realign.settings import Count, NonNegative, NonNegativeInt, Positive, Settings
+from realign.text import brief
 
 _PATTERN = re.compile(r"[*?[]")
 _URL = re.compile(r"[A-Za-z][\w+.-]*://((huggingface\.co/)?datasets/(?P<name>[\w.-]+/[\w.-]+))?")
@@ -134,7 +135,7 @@ class RowSource(Settings):
                 if url["name"]
                 else "Download the file, and set path to it."
             )
-            raise DataError(f"path={_short(self.path)}: URLs are not read. {hub}")
+            raise DataError(f"path={brief(self.path, 300)}: URLs are not read. {hub}")
         # Local paths win over the hub, and the whole text over `path:split`, since a file name may contain a colon.
         if (local := _local(self.path, self.split, self.subset)) is not None:
             return local
@@ -144,7 +145,7 @@ class RowSource(Settings):
         if colon and split and (local := _local(name, split, self.subset)) is not None:
             return local
         if not is_hub_name(name) or (colon and not split):
-            raise DataError(f"no file or folder {_short(self.path)}{_near_file(self.path)}")
+            raise DataError(f"no file or folder {brief(self.path, 300)}{_near_file(self.path)}")
         return hub_files(name, self.subset, split or self.split, self.revision, streaming=streaming)
 
 
@@ -174,9 +175,9 @@ def _local(text: str, split: str | None, subset: str | None) -> list[RowFile] | 
     try:
         is_file, is_folder = path.is_file(), path.is_dir()
     except OSError as error:  # for example, the name is too long
-        raise DataError(f"no file or folder {_short(text)}: {error.strerror}") from error
+        raise DataError(f"no file or folder {brief(text, 300)}: {error.strerror}") from error
     except ValueError as error:  # a null byte
-        raise DataError(f"no file or folder {_short(text)}: {error}") from error
+        raise DataError(f"no file or folder {brief(text, 300)}: {error}") from error
     if is_folder:
         return _folder(path, split, subset)
     files = [path] if is_file else _match_files(path)
@@ -220,11 +221,6 @@ def _folder(folder: Path, split: str | None, subset: str | None) -> list[RowFile
         )
     splits = splits_of_folder(folder, subset)
     return [recognize(file) for file in splits[choose_split(list(splits), split, folder)]]
-
-
-def _short(path: str) -> str:
-    text = repr(path)
-    return text if len(text) <= 300 else f"{text[:300]}..."
 
 
 def _near_file(path: str) -> str:

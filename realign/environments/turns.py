@@ -13,6 +13,7 @@ from typing import Any
 from realign.api.environment import Observation
 from realign.chat_template import render
 from realign.errors import ConfigError, DataError
+from realign.text import brief
 from realign.tokenization import Tokens
 
 _QUESTION, _ANSWER = "any question", "the-answer-b7e1"  # only the text after the answer is used
@@ -125,5 +126,4 @@ def split_observation(observation: Any) -> tuple[str, list[int] | None, list[Map
 
 def abbreviate(value: Any) -> str:
     """Return a shortened `repr` of a value and its type, for messages."""
-    text = repr(value)
-    return f"{text if len(text) <= 80 else text[:80] + '...'} ({type(value).__name__})"
+    return f"{brief(value, 80)} ({type(value).__name__})"

@@ -49,9 +49,9 @@ class Ulysses:
         shared = queries // keys
         repeats = next(n for n in range(1, shared + 1) if shared % n == 0 and keys * n % ranks == 0)
         k, v = (x if repeats == 1 else x.repeat_interleave(repeats, 1) for x in (k, v))
-        q, k, v = (self._of_heads(x) for x in (q, k, v))
+        q, k, v = (self._swap(x) for x in (q, k, v))
         out = self.packed.attend(layer, module, q, k, v, args)
-        return self._of_rows(out)
+        return self._swap(out)
 
     def recur(self, layer: int, forward: RowsForward, hidden_TH: Tensor) -> Tensor:
         """Refuse a recurrent layer, which carries a state from row to row.
@@ -61,13 +61,11 @@ class Ulysses:
         """
         raise ConfigError("the model has recurrent layers, which need whole sequences. Remove this key.")
 
-    def _of_heads(self, x: Tensor) -> Tensor:
-        """Exchange the n rows of all heads, [1, H, n, D], for all rows of this rank's heads, [1, H / C, R, D]."""
-        sent = x[0].unflatten(0, (self.group.size(), -1))
-        return exchange(sent, self.group).transpose(0, 1).flatten(1, 2)[None]
+    def _swap(self, x: Tensor) -> Tensor:
+        """Exchange the n rows of all heads, [1, H, n, D], for all rows of this rank's heads, [1, H / C, R, D], or back.
 
-    def _of_rows(self, x: Tensor) -> Tensor:
-        """Exchange all rows of this rank's heads, [1, R, H / C, D], for the n rows of all heads, [1, n, H, D]."""
+        Back, the rows come first: [1, R, H / C, D] becomes [1, n, H, D].
+        """
         sent = x[0].unflatten(0, (self.group.size(), -1))
         return exchange(sent, self.group).transpose(0, 1).flatten(1, 2)[None]
 

@@ -29,6 +29,7 @@ from realign.models.files.model_folder import (
     stop_tokens_in,
 )
 from realign.own_files import remove_file, replace_text
+from realign.text import brief
 
 logger = logging.getLogger(__name__)
 
@@ -208,14 +209,14 @@ def difference(tokenizer: Any, expected: Any) -> str | None:
         for special in (False, True):
             ids, expected_ids = (_ids(side, text, special) for side in (tokenizer, expected))
             if ids != expected_ids:
-                return f"the text {_short(text)} has {len(ids)} tokens, expected {len(expected_ids)} or other ids"
+                return f"the text {brief(text, 60)} has {len(ids)} tokens, expected {len(expected_ids)} or other ids"
         if (decoded := tokenizer.decode(expected_ids)) != expected.decode(expected_ids):
-            return f"the text {_short(text)} is decoded as {_short(decoded)}"
+            return f"the text {brief(text, 60)} is decoded as {brief(decoded, 60)}"
     if len(tokenizer) != len(expected):
         return f"it has {len(tokenizer)} tokens, expected {len(expected)}"
     for name in (*_SPECIAL, "chat_template"):
         if getattr(tokenizer, name) != getattr(expected, name):
-            return f"{name} is {_short(getattr(tokenizer, name))}, expected {_short(getattr(expected, name))}"
+            return f"{name} is {brief(getattr(tokenizer, name), 60)}, expected {brief(getattr(expected, name), 60)}"
     return None
 
 
@@ -230,11 +231,6 @@ def _probes(tokenizer: Any) -> Sequence[str]:
 def _ids(tokenizer: Any, text: str, special: bool) -> list[int]:
     # `verbose=False`: no warning about a text that is longer than the model.
     return list(tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
-
-
-def _short(x: Any) -> str:
-    text = repr(x)
-    return text if len(text) <= 60 else f"{text[:60]}..."
 
 
 def save_tokenizer(tokenizer: Any, folder: Path, final: Path | None = None) -> None:

@@ -28,7 +28,7 @@ from realign.rewards.pool.functions import load_function
 from realign.rewards.pool.http import Unreachable
 from realign.rewards.pool.limits import MemoryWatch, WorkerLimits, allow_cpu, limit_process
 from realign.secrets import drop_secrets
-from realign.text import shorten, visible
+from realign.text import brief, shorten, visible
 
 # Rewards become fp32 tensors, so numbers that overflow in fp32 are rejected like infinite ones.
 _LARGEST = 3.4028234663852886e38
@@ -134,9 +134,9 @@ def _as_number(value: Any) -> float | Problem | None:
 
 
 def _nonsense(value: Any, why: str, expected: str = "float | None") -> Problem:
-    text = repr(value)
-    text = text if len(text) <= 200 else text[:200] + "..."
-    return Problem(FailureKind.nonsense, f"returned {text} ({type(value).__name__}), which {why}; expected {expected}")
+    return Problem(
+        FailureKind.nonsense, f"returned {brief(value, 200)} ({type(value).__name__}), which {why}; expected {expected}"
+    )
 
 
 def check_answers(returned: object, expected: Sequence[Expected]) -> list[Answer] | None:
