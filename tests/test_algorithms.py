@@ -14,9 +14,9 @@ import yaml
 
 from realign.api import MicroBatchSpec
 from realign.cli import commands as cli
-from realign.config import ConfigError, build_experiment, compose, resolve_config
+from realign.config import ConfigError, build_experiment, compose
 from realign.config.construct import import_target
-from realign.config.experiment import as_node
+from realign.config.experiment import as_node, resolve_config
 from realign.config.files import experiments_dir, list_algorithms, list_experiments
 from realign.config.places import spell_out
 from realign.config.words import snake_case

@@ -11,16 +11,10 @@ import pytest
 import yaml
 
 from realign.api import DataflowGraph, ModelInterface
-from realign.config import (
-    ConfigError,
-    build,
-    build_experiment,
-    build_graph,
-    compose,
-    resolve_config,
-)
+from realign.config import ConfigError, build, build_experiment, compose
 from realign.config.composition import config_of
-from realign.config.construct import convert
+from realign.config.construct import build_graph, convert
+from realign.config.experiment import resolve_config
 from realign.config.files import experiments_dir, list_experiments
 from realign.runtime.checks.parts import check_parts
 from tests.config_parts import HERE, MUST_BE_GIVEN, Actor, Bigram, Frozen, Length, Norm, Style, write_experiment

@@ -21,8 +21,9 @@ from rich.console import Console
 import realign
 from realign.api import RPC, DataflowGraph
 from realign.cli.commands import main
-from realign.config import ConfigError, build_experiment, compose, resolve_config
+from realign.config import ConfigError, build_experiment, compose
 from realign.config.composition import config_of
+from realign.config.experiment import resolve_config
 from realign.draw import FORMATS
 from realign.engines import TransformersModel
 from realign.errors import DataError

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from realign.config.composition import compose
-    from realign.config.construct import build, build_graph
+    from realign.config.construct import build
     from realign.config.errors import ConfigError
-    from realign.config.experiment import ExperimentConfig, build_experiment, resolve_config
+    from realign.config.experiment import ExperimentConfig, build_experiment
 
 HOMES = {
     "ConfigError": "errors",
@@ -41,9 +41,7 @@ __all__ = [
     "ExperimentConfig",
     "build",
     "build_experiment",
-    "build_graph",
     "compose",
-    "resolve_config",
 ]
 
 

@@ -10,13 +10,7 @@
 from realign.engines.distributed.sharding import Sharding
 from realign.engines.shared_model import Share, SharedModel
 from realign.engines.training.load_balancing import LoadBalancing
-from realign.engines.training.optimizer import (
-    OptimizerSpec,
-    Schedule,
-    ScheduleKind,
-    ScheduleUnit,
-    learning_rate,
-)
+from realign.engines.training.optimizer import OptimizerSpec, Schedule, ScheduleKind, learning_rate
 from realign.engines.training.torch_optimizer import TorchOptimizer
 from realign.engines.transformers_model import TransformersModel
 
@@ -25,7 +19,6 @@ __all__ = [
     "OptimizerSpec",
     "Schedule",
     "ScheduleKind",
-    "ScheduleUnit",
     "Sharding",
     "Share",
     "SharedModel",

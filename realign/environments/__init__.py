@@ -3,14 +3,13 @@
 from realign.environments.calls import Answer
 from realign.environments.environment_pool import EnvironmentPool, Failures
 from realign.environments.episode import Episode
-from realign.environments.event_loops import EnvironmentFailure, Limits, SharedLoop
+from realign.environments.event_loops import Limits, SharedLoop
 from realign.environments.loading import load_environment
-from realign.environments.tools import Tool, Toolbox, function_tool
+from realign.environments.tools import Tool, Toolbox
 from realign.environments.turns import TurnWriter
 
 __all__ = [
     "Answer",
-    "EnvironmentFailure",
     "EnvironmentPool",
     "Episode",
     "Failures",
@@ -19,6 +18,5 @@ __all__ = [
     "Tool",
     "Toolbox",
     "TurnWriter",
-    "function_tool",
     "load_environment",
 ]

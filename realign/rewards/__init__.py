@@ -3,16 +3,14 @@
 from realign.errors import RewardError
 from realign.rewards.arithmetic import exact_answer
 from realign.rewards.pool.functions import RewardFunction, load_function
-from realign.rewards.pool.pool import Failure, RewardPool, RewardResults
+from realign.rewards.pool.pool import RewardPool
 from realign.rewards.pool.worker import FailureKind
 
 __all__ = [
-    "Failure",
     "FailureKind",
     "RewardError",
     "RewardFunction",
     "RewardPool",
-    "RewardResults",
     "exact_answer",
     "load_function",
 ]

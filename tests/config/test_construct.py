@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import pytest
 
 from realign.api import DataflowGraph, ModelInterface
-from realign.config import ConfigError, build, build_graph
+from realign.config import ConfigError, build
+from realign.config.construct import build_graph
 from tests.config.components import HERE, Actor
 
 FLOW = f"{HERE}.flow_of_interfaces"

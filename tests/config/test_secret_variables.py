@@ -1,7 +1,8 @@
 import pytest
 
 from realign.cli.commands import main
-from realign.config import ConfigError, build_experiment, compose, resolve_config
+from realign.config import ConfigError, build_experiment, compose
+from realign.config.experiment import resolve_config
 
 SECRET = "s3cret/value"
 

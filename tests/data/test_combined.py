@@ -111,7 +111,7 @@ def test_a_config_node_takes_any_two_data_nodes(files):
     assert (dataset.longest_sequence, dataset.longest_text) == (4, 3)
     assert sample.metadata["row"] == ({"prompt": "1+1="}, {"prompt": "2+2="})
     with pytest.raises(ConfigError, match=r"data\.pretraining\._target_: Table is not a DataSpec"):
-        build({**node, "pretraining": {"_target_": "realign.data.Table"}}, DataSpec, "data")
+        build({**node, "pretraining": {"_target_": "realign.data.row_sources.Table"}}, DataSpec, "data")
 
 
 def test_datasets_that_do_not_fit_are_named(files):

@@ -5,15 +5,8 @@ from dataclasses import replace
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from realign.data import (
-    DroppedRow,
-    Excerpt,
-    PreferenceData,
-    PromptData,
-    SupervisedData,
-    TooLong,
-    UnpairedData,
-)
+from realign.data import Excerpt, PreferenceData, PromptData, SupervisedData, TooLong, UnpairedData
+from realign.data.encoding import DroppedRow
 from realign.errors import DataError
 from tests.data.text_tokenizer import BOS, EOS, characters, make_tokenizer
 

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from realign.data import DroppedRow, Excerpt, PreferenceData, PromptData, SupervisedData
+from realign.data import Excerpt, PreferenceData, PromptData, SupervisedData
+from realign.data.encoding import DroppedRow
 from tests.data.text_tokenizer import characters, make_tokenizer
 
 

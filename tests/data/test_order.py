@@ -7,17 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realign.data import (
-    PromptData,
-    PromptsWithPretraining,
-    RowSource,
-    Split,
-    SupervisedData,
-    TextData,
-    batch_indices,
-    epoch_order,
-)
-from realign.data.order import BLOCK, Ramp, SourceChoice
+from realign.data import PromptData, RowSource, Split, SupervisedData, TextData, batch_indices
+from realign.data.combined import PromptsWithPretraining
+from realign.data.order import BLOCK, Ramp, SourceChoice, epoch_order
 from realign.errors import DataError
 from tests.data.text_tokenizer import make_tokenizer
 

@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from realign.data import RowSource, Split, Table, files, read_rows
+from realign.data import RowSource, Split, files, read_rows
 from realign.data.files import Cursor, JsonLinesFile, PlacedRow
+from realign.data.row_sources import Table
 from realign.errors import DataError
 
 ROWS = [{"prompt": f"p{i}", "answer": i, "messages": [{"role": "user", "content": str(i)}]} for i in range(5)]

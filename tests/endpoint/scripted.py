@@ -10,7 +10,8 @@ import torch
 
 from realign.api import Capabilities, GenerationConfig, Request, SequenceSample
 from realign.api.sampler import Completion, FutureHandle, Tokens, generate_by_requests
-from realign.endpoint import Endpoint, EndpointLimits, Renderer, ServedPolicy, Session, Sessions
+from realign.endpoint import Endpoint, EndpointLimits, Renderer, ServedPolicy, Sessions
+from realign.endpoint.sessions import Session
 from tests.table_sampler import TableSampler
 from tests.tiny import TEXT, VOCAB, tiny_tokenizer
 

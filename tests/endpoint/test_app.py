@@ -16,8 +16,9 @@ import torch
 from openai import AsyncOpenAI, OpenAI
 
 from realign.api import GenerationConfig, MicroBatchSpec, SequenceSample
-from realign.endpoint import Endpoint, EndpointLimits, Renderer, ServedPolicy, Session, Sessions, server
+from realign.endpoint import Endpoint, EndpointLimits, Renderer, ServedPolicy, Sessions, server
 from realign.endpoint.server import SPARE
+from realign.endpoint.sessions import Session
 from realign.samplers.in_process.background import StreamingEngine
 from tests.endpoint.scripted import CONFIG, HELLO, KEY, letters, served, user
 from tests.table_sampler import TableSampler

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from realign.api import Completion
-from realign.endpoint import Capture, Prompt, Renderer
+from realign.endpoint import Renderer
+from realign.endpoint.capture import Capture, Prompt
 from tests.data.chat_templates import KINDS, PLAIN_CHATML, assistant, chat_tokenizer, user
 from tests.tiny import TEXT, tiny_tokenizer
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from realign.api import Completion
-from realign.endpoint import Capture
+from realign.endpoint.capture import Capture
 from realign.endpoint.response_parsing import ParsedResponse, ToolCall
 from tests.endpoint.chat_families import (
     FAMILIES,

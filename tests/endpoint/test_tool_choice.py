@@ -11,7 +11,8 @@ import torch
 from openai import OpenAI
 
 from realign.api import GenerationConfig
-from realign.endpoint import Endpoint, EndpointLimits, Renderer, ServedPolicy, Session, Sessions
+from realign.endpoint import Endpoint, EndpointLimits, Renderer, ServedPolicy, Sessions
+from realign.endpoint.sessions import Session
 from tests.endpoint.scripted import END, HELLO, KEY, ScriptedSampler
 from tests.table_sampler import TableSampler
 from tests.tiny import TEXT, VOCAB, tiny_tokenizer

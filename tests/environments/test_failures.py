@@ -8,15 +8,8 @@ import re
 import pytest
 
 from realign.api.environment import Response
-from realign.environments import (
-    EnvironmentFailure,
-    EnvironmentPool,
-    Failures,
-    Limits,
-    SharedLoop,
-    TurnWriter,
-    load_environment,
-)
+from realign.environments import EnvironmentPool, Failures, Limits, SharedLoop, TurnWriter, load_environment
+from realign.environments.event_loops import EnvironmentFailure
 from realign.errors import RewardError
 from tests.environments import environment_fixtures as fixtures
 from tests.tiny import tiny_tokenizer

@@ -5,9 +5,9 @@ import json
 
 import pytest
 
-from realign.environments import Toolbox, function_tool
+from realign.environments import Toolbox
 from realign.environments.agents import load_agent
-from realign.environments.tools import load_tools
+from realign.environments.tools import function_tool, load_tools
 from realign.errors import ConfigError
 from tests.environments import tool_fixtures as fixtures
 

@@ -20,9 +20,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from realign.config import ConfigError, ExperimentConfig, build_experiment, compose, resolve_config
+from realign.config import ConfigError, ExperimentConfig, build_experiment, compose
 from realign.config.composition import config_of
-from realign.config.experiment import COMPONENTS
+from realign.config.experiment import COMPONENTS, resolve_config
 from realign.config.files import list_experiments
 from tests.fuzz.refusals import BOUNDED, Refused, attempt
 

@@ -16,7 +16,7 @@ from realign.api.sampling_mask import masks_of
 from realign.data import PromptData, Template
 from realign.engines import SharedModel, TransformersModel
 from realign.engines.training.optimizer import OptimizerSpec
-from realign.environments import EnvironmentFailure
+from realign.environments.event_loops import EnvironmentFailure
 from realign.errors import ConfigError, SettingsError
 from realign.interfaces.agent import AgentInterface
 from realign.interfaces.environment import EnvironmentInterface

@@ -13,7 +13,7 @@ from realign.api.environment import EpisodeFailure, ToolCall
 from realign.api.sample import INDEX_KEYS
 from realign.api.sampling_mask import masks_of
 from realign.engines import OptimizerSpec, SharedModel
-from realign.environments import EnvironmentFailure
+from realign.environments.event_loops import EnvironmentFailure
 from realign.errors import ConfigError
 from realign.interfaces.components import GAE, Normalization, TurnReturns
 from realign.interfaces.environment import EnvironmentInterface

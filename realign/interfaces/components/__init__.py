@@ -27,21 +27,14 @@ from realign.interfaces.components.aggregation import (
     SeqMeanTokenSum,
     TokenMean,
 )
-from realign.interfaces.components.correction import (
-    Corrected,
-    Correction,
-    ImportanceCorrection,
-    RatioRange,
-    staleness_stats,
-)
+from realign.interfaces.components.correction import Correction, ImportanceCorrection, RatioRange, staleness_stats
 from realign.interfaces.components.divergence import JSD, Divergence, ForwardKL, ReverseKL
 from realign.interfaces.components.early_stop import EarlyStop
-from realign.interfaces.components.entropy import EntropyBonus, EntropyControl
+from realign.interfaces.components.entropy import EntropyBonus
 from realign.interfaces.components.kl import KLControl, KLPenalty, KLPlace
 from realign.interfaces.components.normalization import Normalization
 from realign.interfaces.components.objectives import (
     POLICY_PANELS,
-    BinaryDivergence,
     Cispo,
     Clip,
     Dppo,
@@ -50,7 +43,6 @@ from realign.interfaces.components.objectives import (
     Objective,
     PolicyTokens,
     ProximalKL,
-    ProximalKLControl,
     Reinforce,
     Sapo,
     policy_loss_of,
@@ -58,13 +50,7 @@ from realign.interfaces.components.objectives import (
 )
 from realign.interfaces.components.pretraining import mix_pretraining, pretraining_loss
 from realign.interfaces.components.reward_shaping import RewardBaseline, RewardScale, RewardShaping
-from realign.interfaces.components.scoring import (
-    first_logprob_diff,
-    old_logprobs,
-    score_distributions,
-    score_logprobs,
-    scoring_keys,
-)
+from realign.interfaces.components.scoring import first_logprob_diff, old_logprobs, score_logprobs, scoring_keys
 from realign.interfaces.components.truncation import TruncatedReward, Truncation
 from realign.interfaces.components.value_loss import VALUE_PANELS, Critic, ValueObjective, select_trained, value_stats
 
@@ -75,18 +61,15 @@ __all__ = [
     "VALUE_PANELS",
     "AdvantageEstimator",
     "Aggregation",
-    "BinaryDivergence",
     "Cispo",
     "Clip",
     "Constant",
-    "Corrected",
     "Correction",
     "Critic",
     "Divergence",
     "Dppo",
     "EarlyStop",
     "EntropyBonus",
-    "EntropyControl",
     "Estimate",
     "ForwardKL",
     "Gdpo",
@@ -103,7 +86,6 @@ __all__ = [
     "Objective",
     "PolicyTokens",
     "ProximalKL",
-    "ProximalKLControl",
     "RatioRange",
     "Reinforce",
     "ReverseKL",
@@ -129,7 +111,6 @@ __all__ = [
     "policy_loss_of",
     "policy_stats",
     "pretraining_loss",
-    "score_distributions",
     "score_logprobs",
     "scoring_keys",
     "select_trained",
