@@ -244,7 +244,7 @@ class ShardedEngine(TransformersEngine):
                     started.append(compute())
                     continue
                 done += 1
-                self._reduce_after(done, len(rounds))
+                self.network.gradients.reduce(not self.sharding.reduce_once or done == len(rounds))
                 layout, hidden_RH, loss = started.popleft()
                 if load is not None:
                     load.weigh(layout)  # layers that are recomputed for the gradient
@@ -281,10 +281,6 @@ class ShardedEngine(TransformersEngine):
         own, context = super()._replay_metrics(), self.network.mesh.context
         # Routers see the rows of this rank only, unlike losses.
         return own if context is None else merge_stats(self.host.gather(on_host(own), context.get_group()))
-
-    def _reduce_after(self, number: int, rounds: int) -> None:
-        """Sum gradients over the ranks after pass `number` of `rounds`, or keep them until the last pass."""
-        self.network.gradients.reduce(not self.sharding.reduce_once or number == rounds)
 
     @override
     def apply(self, weight: Tensor, *, vetoed: bool = False) -> Stats:

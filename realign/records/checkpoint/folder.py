@@ -72,7 +72,8 @@ class Checkpoint:
             CorruptCheckpoint: A file is missing, its content changed, or it is not a file of a checkpoint.
         """
         files = self._manifest()
-        self.check_files()
+        for name, (size, digest) in files.items():
+            self._check(name, size, digest)
         with self._reading(TENSORS):
             tensors: dict[str, Any] = dict(read_tensors(self.path / TENSORS))
         if files.keys() - {STATE, TENSORS}:
@@ -80,15 +81,6 @@ class Checkpoint:
                 tensors |= read_saved(self.path / PARTS)
         with self._reading(STATE):
             return unpack(json.loads((self.path / STATE).read_bytes()), tensors)
-
-    def check_files(self) -> None:
-        """Compare all files with the manifest.
-
-        Raises:
-            CorruptCheckpoint: A file is missing or was changed.
-        """
-        for name, (size, digest) in self._manifest().items():
-            self._check(name, size, digest)
 
     def _manifest(self) -> dict[str, tuple[int, str]]:
         """Return size in bytes and sha256 of each file."""

@@ -52,7 +52,6 @@ from realign.rewards.pool.worker import (
 )
 from realign.rewards.pool.worker_process import WORKER_NAME
 from realign.secrets import redact, secret_variables
-from realign.settings import Count, Fraction, NonNegative, NonNegativeInt, Positive, check_value
 from realign.text import headline, log_file
 
 logger = logging.getLogger(__name__)
@@ -81,11 +80,6 @@ class RewardResults(Generic[Value]):
 
     values: list[Value | None]
     failures: list[Failure]
-
-    @property
-    def abstained(self) -> int:
-        """Number of items for which the function returned None."""
-        return self.values.count(None) - len(self.failures)
 
 
 class RewardPool:
@@ -126,7 +120,7 @@ class RewardPool:
         concurrency: concurrent calls of an `async def` function, over all workers; ignored for other functions.
 
     Raises:
-        ConfigError: the function does not exist or is unusable, or a setting is out of range (`SettingsError`).
+        ConfigError: the function does not exist or is unusable, or a worker limit is out of range (`SettingsError`).
         TransientError: the server of a URL accepts no connections.
     """
 
@@ -145,11 +139,6 @@ class RewardPool:
         keep_environment: Sequence[str] = (),
         concurrency: int = 32,
     ) -> None:
-        check_value("workers", workers, NonNegativeInt)
-        check_value("timeout_s", timeout_s, Positive)
-        check_value("patience_s", patience_s, NonNegative)
-        check_value("concurrency", concurrency, Count)
-        check_value("max_failed_fraction", max_failed_fraction, Fraction)
         self.limits = WorkerLimits(memory_mb, cpu_s, open_files, keep_environment)
         if workers and multiprocessing.current_process().name == WORKER_NAME:
             raise ConfigError(
