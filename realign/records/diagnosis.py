@@ -1,25 +1,34 @@
-"""Why a run doesn't learn: symptoms in its records, each a small function that returns a `Cause` or None.
+"""Why a run doesn't learn: small functions over its records, each of which yields causes of one kind of evidence.
 
 `diagnose` asks all of them, and needs no model. The launch check, the loop, the summary, the report, the viewer and
 `realign why` share it, and causes.yaml has the words, so each cause has one wording. A symptom of your own is any
-callable `(RunRecords) -> Cause | None`.
+callable `(RunRecords) -> Cause | None`, or one that yields causes.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 import shlex
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from realign.records.evidence import GENERATION, RECENT, RunRecords, course_of, distinct, most_common, response_text
+from realign.records.evidence import (
+    GENERATION,
+    POINTS,
+    RECENT,
+    RunRecords,
+    distinct,
+    has_answer,
+    is_number,
+    most_common,
+    response_text,
+)
 from realign.records.record_files import METRICS, json_lines, yaml_object
 from realign.safe_yaml import load_yaml
 from realign.text import shorten, visible
@@ -27,7 +36,7 @@ from realign.text import shorten, visible
 PAGE = "docs/guides/why.md"
 MOST = 3
 """Number of causes that are shown."""
-PROVEN, CERTAIN, LIKELY, POSSIBLE = 0.95, 0.9, 0.7, 0.4
+PROVEN, CERTAIN, ALMOST, LIKELY, POSSIBLE = 0.95, 0.9, 0.89, 0.7, 0.4
 """How sure a cause is: a setting or a text proves it, numbers do, they fit hardly anything else, or just fit."""
 
 
@@ -79,20 +88,7 @@ def _cause(name: str, sure: float, *facts: str, **values: Any) -> Cause:
     return Cause(name, words["says"].format_map(values), tuple(filter(None, facts)), words["do"], sure, settings)
 
 
-def numbers(run: RunRecords) -> Cause | None:
-    """Compare metrics and settings with the limits that causes.yaml has, and return the surest cause."""
-    causes = list[Cause]()
-    for name, words in words_of_causes().items():
-        key, sign, limit = words.get("when", "nothing > 0").split()
-        value = run.recent(key) if run.values(key) else float(run.setting(key, math.nan))
-        bound = float(run.setting(limit, limit if limit[0].isdecimal() else math.nan))
-        beyond = {">": value > bound, ">=": value >= bound, "<": value < bound}[sign]
-        if beyond and (words.get("always") or not run.learns):
-            causes.append(_cause(name, words["sure"], f"{key}: {value:.4g}", value=value, bound=bound))
-    return max(causes, key=lambda cause: cause.sure, default=None)
-
-
-Symptom = Callable[[RunRecords], Cause | None]
+Symptom = Callable[[RunRecords], Cause | Iterable[Cause] | None]
 _HEALTHY = "Nothing looks wrong"
 
 
@@ -125,12 +121,11 @@ def diagnose(run: RunRecords, further: Iterable[Symptom] = ()) -> Diagnosis:
     found, skipped = list[Cause](), list[str]()
     for symptom in (*further, *SYMPTOMS):
         try:
-            cause = symptom(run)
+            causes = symptom(run) or ()
+            found += [causes] if isinstance(causes, Cause) else causes
         except Exception as error:  # a folder may come from a stranger, and a value be of any kind
             name = getattr(symptom, "__name__", type(symptom).__name__)
             skipped.append(f"{name} was skipped: {type(error).__name__}: {shorten(str(error), 200)}")
-        else:
-            found += [] if cause is None else [cause]
     sentence, causes = _judge(run, found)
     return Diagnosis(sentence, causes, tuple(skipped))
 
@@ -174,28 +169,30 @@ def records_of(folder: Path) -> RunRecords:
     return RunRecords(json_lines(folder / METRICS), yaml_object(folder / "config.yaml"), *files)
 
 
-# --- numbers that make all others meaningless ---
+# --- what settings and metrics say by themselves ---
 
 
-def not_finite(run: RunRecords) -> Cause | None:
-    """Find steps whose loss or gradient was not finite."""
-    steps = [record["step"] for record in run.steps if record.get("nonfinite_steps")]
-    fact = f"{sum(run.values('nonfinite_steps')):g} optimizer steps were skipped"
-    return _cause("not-finite", CERTAIN, fact, step=steps[0], lower=_rate(run) / 10) if steps else None
+def limits(run: RunRecords) -> Iterator[Cause]:
+    """Compare settings, metrics and quantities with the limits that causes.yaml has."""
+    for name, words in words_of_causes().items():
+        found = list[tuple[float, list[list[str]]]]()
+        for rule, sure in words.get("when", {}).items() if words.get("always") or not run.learns else ():
+            conditions = [text.split() for text in rule.split(" and ")]
+            if all(run.holds(*condition) for condition in conditions):
+                value, bound = (run.number(conditions[0][i]) for i in (0, 2))
+                far = not bound or (value != 0 and abs(math.log10(abs(value / bound))) >= 1)
+                is_setting = run.setting(conditions[0][0]) is not None
+                found.append((max(sure, ALMOST) if far and is_setting else sure, conditions))
+        if found:
+            sure, conditions = max(found)
+            key, sign, limit = conditions[0]
+            facts = [f"{x}: {run.number(x):.4g}" for x, *_ in conditions if math.isfinite(run.number(x))]
+            given = {"key": key, "value": run.number(key), "bound": run.number(limit), "more": 4 * run.number(key)}
+            given |= {"usual": "at most" if sign == ">" else "at least", **run.quantities}
+            yield _cause(name, sure, *facts, **given)
 
 
-def sampler_differs(run: RunRecords) -> Cause | None:
-    """Compare the log-probs of sampler and trainer before an update."""
-    values = run.values("behavior_logprob_diff_max") or run.values("first_logprob_diff_max")
-    wrong = [x > 0.1 for x in values]  # nats; bf16 differs by less
-    if sum(wrong) < max(2, len(values) / 2) or run.recent("rollout/version_lag") > 0:
-        return None
-    fact = f"log-probs differ by up to {values[0]:.3g} nats in the first step, and {max(values):.3g} later"
-    rate = run.setting("models.actor.dropout")
-    return _cause("dropout" if rate else "sampler" if wrong[0] else "sampler-stale", CERTAIN, fact, rate=rate)
-
-
-# --- prompts and responses ---
+# --- what a text proves ---
 
 _MARKER = r"<\|?/?[A-Za-z_][^<>\s]*\|?>|\[/?INST\]|<<SYS>>"
 _DOUBLED = rf"({_MARKER})(?:\s*(?:user|assistant|system))?\s*\1"
@@ -207,458 +204,270 @@ def _has_template(path: Any) -> bool:
     return any(files) or (settings.is_file() and b'"chat_template"' in settings.read_bytes())
 
 
-def template(run: RunRecords) -> Cause | None:
+def template(run: RunRecords) -> Iterator[Cause]:
     """Look for the chat template of the model in the prompts: none, or its markers doubled."""
     doubled = [match[0] for text in run.prompts if (match := re.search(_DOUBLED, text))]
+    ours, theirs = run.setting("data.template"), run.setting("evaluation.data.template", "plain")
     if doubled and len(doubled) >= len(run.prompts) / 2:
         fact = f"in {len(doubled)} of {len(run.prompts)} recorded prompts"
-        return _cause("template-twice", PROVEN, fact, text=doubled[0])
-    ours, theirs = run.setting("data.template"), run.setting("evaluation.data.template", "plain")
-    if ours != "plain" or any(re.search(_MARKER, x) for x in run.prompts) or (run.learns and ours == theirs):
-        return None
-    if not _has_template(run.setting("models.actor.path")):
-        return None
-    facts = [f"prompt {visible(shorten(x, 120))!r}" for x in run.prompts[:1]]
-    facts += [f"evaluation.data.template={theirs}"] * (ours != theirs)
-    return _cause("template-missing", PROVEN, *facts)
+        yield _cause("template-twice", PROVEN, fact, text=doubled[0])
+    elif ours == "plain" and not (run.learns and ours == theirs) and _has_template(run.setting("models.actor.path")):
+        facts = [f"prompt {visible(shorten(x, 120))!r}" for x in run.prompts[:1]]
+        if not any(re.search(_MARKER, x) for x in run.prompts):
+            yield _cause("template-missing", PROVEN, *facts, f"evaluation.data.template={theirs}")
 
 
-def prompts_cut(run: RunRecords) -> Cause | None:
-    """Look for prompts that are as long as the limit."""
-    limit = run.setting("data.max_prompt_tokens")
-    if limit is None or run.setting("data.too_long") != "truncate_left":
-        return None
-    cut = [r for r in run.tokens if r.get("start", 0) + sum(r.get("given") or ()) >= limit]
-    if not cut or len(cut) < len(run.tokens) / 2:
-        return None
-    text = visible(shorten(run.prompts[run.tokens.index(cut[0])], 120))
-    fact = f"{len(cut)} of {len(run.tokens)} recorded prompts have {limit} tokens, such as {text!r}"
-    return _cause("prompts-cut", PROVEN, fact, limit=limit, longer=8 * limit)
-
-
-def truncated(run: RunRecords) -> Cause | None:
+def truncated(run: RunRecords) -> Iterator[Cause]:
     """Look at responses that reach the length limit."""
-    node = "evaluation.generation" if run.offline else GENERATION
-    limit = run.setting(f"{node}.max_new_tokens", run.recent("response_tokens"))
+    limit = run.number(f"{'evaluation.generation' if run.offline else GENERATION}.max_new_tokens")
     led_there = run.trains() and not run.learns and not run.offline  # by the reward
     if run.cut < (0.9 if run.learns else 0.5) or led_there or run.setting(f"{GENERATION}.fixed_length"):
-        return None
+        return
     # what comes later is a consequence
     late = (run.values("truncated_fraction") or [run.cut])[0] < run.cut / 2
     sure = POSSIBLE if late else CERTAIN if run.idle() > 0.5 or run.cut > 0.9 else LIKELY
     name, shown = ("no-end-token", run.endless) if run.endless else ("truncated", run.samples)
-    if run.setting("data.append_eos", True) is False:
-        return _cause("no-end-in-data", PROVEN, run.show(*run.endless), share=run.cut)
-    return _cause(name, sure, run.show(*shown), share=run.cut, limit=limit, longer=4 * limit)
+    yield _cause(name, sure, run.show(*shown), share=run.cut, limit=limit, longer=4 * limit)
 
 
-def equal_responses(run: RunRecords) -> Cause | None:
-    """Look for groups of equal responses, from the start on."""
-    groups = [group for group in run.groups if len(group) > 1]
-    same = [group for group in groups if not distinct(group)]
-    early = [group for group in same if (group[0].get("step") or 0) <= max(2, run.last // 5)]
-    if not early or len(same) < 0.6 * len(groups) or run.recent("zero_std_fraction", 1.0) < 0.5 or run.succeeds:
-        return None
-    usual = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "greedy": False}
-    narrow = [key for key, value in usual.items() if run.setting(f"{GENERATION}.{key}", value) != value]
-    facts = [f"{key}={run.setting(f'{GENERATION}.{key}')}" for key in narrow]
-    tried = tuple(f"{GENERATION}.{key}={str(usual[key]).lower()}" for key in narrow or ["temperature"])
-    cause = _cause(
-        "equal-responses",
-        CERTAIN if narrow else LIKELY,
-        f"in {len(same)} of {len(groups)} sampled groups",
-        *facts,
-        run.show(same[0][0]),
-    )
-    return None if run.learns else replace(cause, settings=tried)
+# --- what should vary, and doesn't ---
 
 
-# --- rewards that say nothing ---
-
-
-def advantages(run: RunRecords) -> Cause | None:
-    """Look for advantages that are 0, or all of one sign, in groups of unequal rewards."""
-    lowest, highest = run.values("advantage_min"), run.values("advantage_max")
-    torn = [group for group in run.groups if distinct(group, "reward")]
-    if not lowest or not highest:
-        return None
-    low, high = min(lowest), max(highest)
-    bounds = run.setting("interfaces.actor.reward.clip", math.inf)
-    floor, ceiling = bounds if isinstance(bounds, Sequence) else (-bounds, bounds)
-    beyond = sum(not floor <= reward <= ceiling for reward in run.rewards)
-    if torn and beyond > len(run.rewards) / 2:
-        fact = f"{beyond} of {len(run.rewards)} sampled rewards are beyond it"
-        return _cause("reward-clip", PROVEN, fact, run.show(*torn[0]), clip=bounds)
-    if max(-low, high) <= 1e-6 and run.recent("zero_std_fraction") <= 0.5:
-        fact = f"{run.recent('zero_std_fraction'):.0%} of the groups have equal rewards, and no step has an advantage"
-        return _cause("advantages-cancel", CERTAIN, fact, run.show(*(torn[0] if torn else ())))
-    if not torn or low < 0 < high or low == high:
-        return None
-    fact = f"advantages from {low:.3g} to {high:.3g} in {run.last:,} steps"
-    return _cause("no-baseline", LIKELY if run.learns else CERTAIN, fact, run.show(*torn[0]))
-
-
-def never_right(run: RunRecords) -> Cause | None:
-    """Look for right answers among responses that all fail."""
-    if not run.fails_alike or run.cut > 0.5:
-        return None
-    count, reward = len(run.rewards), run.rewards[0]
-    stops = tuple(run.setting(f"{GENERATION}.stop_strings", ()))
-    stopped = [sample for sample in run.samples if stops and response_text(sample).endswith(stops)]
-    if len(stopped) > 0.8 * len(run.samples):
-        return _cause("stopped", CERTAIN, run.show(*stopped), stops=", ".join(map(repr, stops)))
-    tokenizer, path = (run.setting(f"models.actor.{key}") for key in ("tokenizer", "path"))
-    if tokenizer not in (None, path):
-        return _cause("tokenizer", LIKELY + 0.05, run.show(*run.samples), tokenizer=tokenizer, path=path)
-    if len(run.right) >= max(2, 0.02 * count):
-        fact = f"{len(run.right)} of {count} sampled responses contain the answer of their row"
-        return _cause("not-parsed", CERTAIN, fact, run.show(*run.right), reward=reward)
-    if max(run.evaluated, default=0.0) > reward + 0.02:
-        return None
-    more = 4 * int(run.setting(f"{GENERATION}.n", 8))
-    return _cause("too-hard", LIKELY, run.show(*run.samples), count=count, reward=reward, more=more)
-
-
-def equal_rewards(run: RunRecords) -> Cause | None:
-    """Look for groups of different responses with equal rewards."""
-    groups = [group for group in run.groups if distinct(group)]
-    if not run.silent or run.cut > 0.5 or max(run.rewards, default=0.0) <= 0 or run.recent("missing_rewards") > 0.2:
-        return None
-    if len(groups) < max(1, len(run.groups) / 4) or run.succeeds or any(distinct(group, "reward") for group in groups):
-        return None
-    first = groups[0][0]
-    second = next(sample for sample in groups[0] if distinct((first, sample)))
-    parts = [name for name in run.names(r"rewards/.+/std") if run.recent(name) > 0]
-    cancel = f"{', '.join(parts)} are above 0, so the parts cancel out" if parts else ""
-    alike = f"each has {run.rewards[0]:.4g}, whatever it says"
-    how = "it depends on the prompt only" if min(run.rewards) < max(run.rewards) else alike
-    return _cause("equal-rewards", CERTAIN, run.show(first), run.show(second), cancel, how=how)
-
-
-def dead_part(run: RunRecords) -> Cause | None:
-    """Look for a part of the reward that no response ever gets."""
-    parts = run.names("rewards/.+/mean")
-    dead = [name for name in parts if not any(run.values(name))]
-    if not dead or len(dead) == len(parts) or run.last < RECENT:
-        return None
-    return _cause("reward-part-dead", POSSIBLE, run.show(*run.samples[-1:]), part=dead[0].split("/")[1])
-
-
-def small_groups(run: RunRecords) -> Cause | None:
-    """Look at the share of groups that say nothing, because few responses are compared."""
-    n, equal = run.setting(f"{GENERATION}.n", 8), run.values("zero_std_fraction")
-    if n > 4 or not equal or fmean(equal) < 0.5 or run.silent or run.recent("reward") > 0.8:
-        return None
-    return _cause("small-groups", POSSIBLE if run.learns else LIKELY, n=n, share=fmean(equal), more=4 * n)
-
-
-def solved(run: RunRecords) -> Cause | None:
-    """Look for success from the first steps on."""
-    rewards, equal = run.values("reward"), run.values("zero_std_fraction")
-    if not rewards or not equal or run.learns or run.trains() or fmean(equal) < 0.4 or max(run.rewards, default=1) > 1:
-        return None
-    early = fmean(rewards[: max(3, len(rewards) // 5)])
-    if min(early, *run.evaluated[:1]) < 0.7 or not run.evaluated:
-        return None
-    return _cause("solved", CERTAIN, f"{fmean(equal):.0%} of the groups have equal rewards", reward=early)
-
-
-# --- rewards that say the wrong thing ---
-
-
-def swapped_pairs(run: RunRecords) -> Cause | None:
-    """Compare which side training and held-out data prefer."""
-    ours, theirs = "rewards/accuracy", "eval/rewards/accuracy"
-    if run.recent(ours) < 0.65 or run.recent(theirs, 1.0) > 0.35:
-        return None
-    return _cause("swapped-pairs", CERTAIN, training=run.recent(ours), held_out=run.recent(theirs))
-
-
-def random_pairs(run: RunRecords) -> Cause | None:
-    """Look for preferences at chance."""
-    share = run.recent("rewards/accuracy", math.nan)
-    if not abs(share - 0.5) < 0.15 or run.trains() or max(run.evaluated, default=0.0) > 0.65 or run.movement < 1e-5:
-        return None
-    return _cause("random-pairs", LIKELY, f"accuracy {share:.0%} in the recent steps")
-
-
-def reward_noise(run: RunRecords) -> Cause | None:
-    """Compare the rewards of equal responses to one prompt."""
-    same: dict[Any, list[Mapping[str, Any]]] = defaultdict(list)
-    for sample in (sample for group in run.groups for sample in group):
-        same[sample.get("step"), sample.get("id"), sample.get("response")].append(sample)
-    repeated = [samples for samples in same.values() if len(samples) > 1]
-    torn = [samples for samples in repeated if distinct(samples, "reward")]
-    if len(torn) < max(3, 0.25 * len(repeated)):
-        return None
-    low, *_, high = sorted(torn[0], key=lambda sample: sample["reward"])
-    facts = (f"{len(torn)} of {len(repeated)} repeated responses", run.show(low))
-    return _cause(
-        "reward-noise", LIKELY if run.learns else CERTAIN, *facts, f"and {high['reward']:.4g} for the same text"
-    )
-
-
-def outliers(run: RunRecords) -> Cause | None:
-    """Look for rewards far beyond nine in ten of the others, of responses or of whole steps."""
-    for what, values in (("a sampled response", run.rewards), ("the mean of a step", run.values("reward"))):
-        ordered = sorted(map(abs, values))
-        if len(ordered) >= RECENT and ordered[-1] >= 15 * max(usual := ordered[int(0.9 * len(ordered))], 1.0):
-            fact = f"nine in ten are below {usual:.4g}"
-            return _cause("reward-outliers", LIKELY if run.learns else PROVEN, fact, high=ordered[-1], what=what)
-    return None
-
-
-def wrong_answers(run: RunRecords) -> Cause | None:
-    """Compare the first rewards of training with the first evaluation."""
-    early = run.values("reward")[: max(3, len(run.steps) // 4)]
-    if not early or not run.evaluated or not run.held_out[0].endswith("reward") or run.trains() or run.generalizes():
-        return None
-    # the first step is that of the model which was evaluated
-    training, held_out = max(early[0], fmean(early)), run.evaluated[0]
-    if held_out < max(2.5 * training, training + 0.05) or min(run.values("zero_std_fraction"), default=0.0) == 1:
-        return None
-    return _cause("wrong-answers", LIKELY + 0.05, run.show(*run.samples), training=training, held_out=held_out)
-
-
-def reward_exploited(run: RunRecords) -> Cause | None:
-    """Look for a reward that rises while held-out data do not improve, and at what rises with it."""
-    if run.last < RECENT or not run.trains() or run.generalizes():
-        return None
-    if run.offline and len(run.evaluated) > 3 and run.generalizes(-1):
-        limit = run.setting("data.limit")
-        facts = [f"{name} {course_of(run.values(name, run.history))}" for name, _ in (run.goal, run.held_out)]
-        return _cause("overfitting", CERTAIN, *facts, f"data.limit={limit}" if limit else "")
-    if not run.values("reward"):
-        return None
-    facts = [f"reward {run.course('reward')}"]
-    facts += [f"{run.held_out[0]} {run.evaluated[0]:.4g} to {run.evaluated[-1]:.4g}"] if run.evaluated else []
-    parts = {name.split("/")[1]: c for name in run.names("rewards/.+/mean") if (c := run.course(name))}
-    rising = next((name for name, c in parts.items() if c.moved(1)), None)
-    other = next((name for name, c in parts.items() if not c.moved(1)), None)
-    if rising and other:
-        facts += [f"{name} {parts[name]}" for name in (rising, other)]
-        return _cause("reward-parts", CERTAIN, *facts, rising=rising, other=other)
-    # three evaluations of a few rows can fall by chance, but not to a quarter
-    fell = len(run.evaluated) > 3 and run.generalizes(-1)
-    worse = fell or (len(run.evaluated) > 2 and run.evaluated[-1] <= 0.25 * run.evaluated[0] > 0)
-    if not worse and not run.length_changed:
-        return None
-    facts += [f"tokens of a response {run.course('response_tokens')}"] if run.length_changed else []
-    latest = sorted(run.samples, key=lambda sample: (sample.get("step") or 0, sample.get("reward") or 0.0))[-1:]
-    which = "get worse" if worse else "do not improve"
-    return _cause("reward-hacking", CERTAIN if worse else LIKELY, *facts, run.show(*latest), held_out=which)
-
-
-# --- updates that are too small, too large, or held back ---
-
-
-def entropy_rises(run: RunRecords) -> Cause | None:
-    """Look for sampling that gets close to chance."""
-    course, bonus = run.course("entropy"), run.setting("interfaces.actor.entropy.coef", 0.0)
-    if course is None or bonus <= 0 or run.learns or not course.moved(1, 0.2 * course.start):
-        return None
-    return _cause(
-        "entropy-bonus", CERTAIN, f"entropy {course} nats per token", run.show(*run.samples[-1:]), bonus=bonus
-    )
-
-
-def kl_too_strong(run: RunRecords) -> Cause | None:
-    """Compare the penalty of a nat with what the best response earns."""
-    coef, place = (run.setting(f"interfaces.actor.kl.{key}") for key in ("coef", "place"))
-    drift = run.values("ref_kl_per_sequence") or run.values("ref_kl")
-    if place in (None, "none") or not drift or coef < 0.5:
-        return None
-    # in the loss it competes with normalized advantages, of size 1
-    worth = max(max(run.rewards, default=1.0) - min(run.rewards, default=0.0), 1e-3) if place == "reward" else 1.0
-    strong = coef >= 10 * worth
-    if run.learns and not strong:
-        return None
-    sure = LIKELY if run.learns else CERTAIN if strong else POSSIBLE
-    return _cause("kl-too-strong", sure, f"KL of {fmean(drift[-RECENT:]):.3g} nats on average", coef=coef, worth=worth)
-
-
-def wrong_reference(run: RunRecords) -> Cause | None:
-    """Look at the KL of the first step, before which the policy is its own reference."""
-    drift = run.values("ref_kl")[:1]
-    if not drift or abs(drift[0]) < 0.1 or run.learns or run.steps[0]["step"] != 1:
-        return None
-    path = run.setting("models.ref.path")
-    return _cause("reference", CERTAIN, f"models.ref.path={path}" if path else "", drift=drift[0])
-
-
-def weights_decay(run: RunRecords) -> Cause | None:
-    """Bound how much weight decay has shrunk the weights."""
-    decay = run.setting("models.actor.optimizer.weight_decay", 0.0)
-    shrunk = 1 - math.exp(-decay * run.movement)
-    values = {"decay": decay, "shrunk": shrunk, "steps": run.last}
-    return _cause("weight-decay", CERTAIN, **values) if shrunk > 0.25 and not run.learns else None
-
-
-def clipped(run: RunRecords) -> Cause | None:
-    """Look at the share of clipped tokens."""
-    low, high = (run.setting(f"interfaces.actor.objective.{side}", 0.2) for side in ("low", "high"))
-    share, tight = run.recent("clip_fraction"), min(low, high) < 0.01
-    if run.learns or share < (0.03 if tight else 0.2):
-        return None
-    ratios = f"ratios from {run.recent('ratio_min'):.3g} to {run.recent('ratio_max'):.3g}"
-    return _cause("clip", CERTAIN if tight else POSSIBLE, f"objective.low={low:g}, high={high:g}", ratios, share=share)
-
-
-def gradient_clipped(run: RunRecords) -> Cause | None:
-    """Compare the norm of the gradient with its bound."""
-    bound, norms = run.setting("models.actor.optimizer.grad_clip"), run.values("grad_norm")
-    if not bound or not norms or run.learns or sum(norm > bound for norm in norms) < 0.9 * len(norms):
-        return None
-    ratio = median(norms) / bound
-    fact = f"median norm {median(norms):.3g}, grad_clip={bound:g}"
-    return _cause("gradient-clip", CERTAIN if ratio > 1e4 else POSSIBLE, fact, ratio=ratio) if ratio >= 20 else None
-
-
-def rate_too_low(run: RunRecords) -> Cause | None:
-    """Bound how far the learning rate can have moved a weight."""
-    rates = run.values("lr")
-    fact = f"the rate is {rates[-1] if rates else 0:.3g} in step {run.last}"
-    if sum(rate < max(rates) / 1000 for rate in rates) > len(rates) / 2:
-        return _cause("learning-rate-ends", CERTAIN, fact)
-    if not run.movement or run.learns or (run.trains() and not run.evaluated) or run.idle() > 0.5:
-        return None
-    warmup = run.setting("models.actor.optimizer.schedule.warmup", 0)
-    if warmup > 2 * run.last and rates[-1] < _rate(run) / 2:
-        return _cause("warmup", CERTAIN, fact, warmup=warmup, steps=run.last, short=max(1, run.last // 20))
-    lora = "lora" in str(run.setting("models.actor.trains")).lower()
-    small = run.movement / (20 if lora else 1)
-    values = {"rate": max(rates), "movement": run.movement, "steps": run.last, "higher": 10 * _rate(run)}
-    sure = CERTAIN if small < 3e-5 else POSSIBLE
-    return _cause("learning-rate-low", sure, fact, **values) if small <= 3e-4 else None
-
-
-def rate_too_high(run: RunRecords) -> Cause | None:
-    """Look for updates after which the policy is another one."""
-    entropy, highest = run.values("entropy"), max(run.values("lr"), default=_rate(run))
-    if run.learns or run.trains() or len(run.steps) < 3 or highest <= 3e-6:
-        return None
-    facts: list[tuple[float, str]] = []
-    if entropy and entropy[0] > 0.01 and not run.setting("interfaces.actor.entropy.coef"):
-        early = entropy[: max(4, len(entropy) // 3)]
-        jump = max(abs(b - a) for a, b in itertools.pairwise(early)) / entropy[0]
-        low = min(entropy[:RECENT])
-        facts += [(LIKELY if jump < 1.5 else 0.85, f"the entropy jumps by {jump:.0%} within one step")] * (jump > 0.5)
-        fell = f"the entropy falls from {entropy[0]:.3g} to {low:.3g} nats within {RECENT} steps"
-        facts += [(0.8, fell)] * (low < 0.05 * entropy[0])
-    kl = max(run.values("approx_kl"), default=0.0)
-    facts += [(0.85, f"approx_kl reaches {kl:.3g} nats per token")] * (kl > 0.3)
-    if not facts:
-        return None
-    sure = max(facts)[0]
-    return _cause("learning-rate-high", sure, *(text for _, text in facts), rate=highest, lower=_rate(run) / 10)
-
-
-def critic_useless(run: RunRecords) -> Cause | None:
-    """Look at the explained variance of the value function."""
-    values = [x for name in run.names("(.+/)?explained_variance") for x in run.values(name)]
-    if len(values) < 5 or (variance := median(values)) > (-0.5 if run.learns else -0.2):
-        return None
-    fact = f"its median over {len(values)} steps; at worst {min(values):.3g}"
-    return _cause("critic", CERTAIN if variance < -1 else LIKELY, fact, variance=variance)
-
-
-# --- data, and what is measured ---
-
-
-def duplicates(run: RunRecords) -> Cause | None:
-    """Count sampled prompts."""
+def same_texts(run: RunRecords) -> Iterator[Cause]:
+    """Look for one prompt, or one response, where there should be many."""
     text, share, total = most_common(str(group[0].get("prompt")) for group in run.groups)
-    fact = f"{share * total:.0f} of {total}: {visible(shorten(text, 120))!r}"
-    return _cause("duplicates", PROVEN, fact, share=share) if total >= 8 and share >= 0.4 else None
-
-
-def one_answer(run: RunRecords) -> Cause | None:
-    """Count responses, held out and late in training."""
+    if total >= 8 and share >= 0.4:
+        fact = f"{share * total:.0f} of {total}: {visible(shorten(text, 120))!r}"
+        yield _cause("duplicates", PROVEN, fact, share=share)
     facts = _collapsed(run)
     late = [group for group in run.groups if (group[0].get("step") or 0) > run.last * 2 / 3]
     text, share, _ = most_common(response_text(sample) for group in late for sample in group)
-    prompts = len({str(group[0].get("prompt")) for group in late})
-    if prompts >= 3 and share > 0.7:
-        facts.append(f"{share:.0%} of the late responses to {prompts} prompts are {visible(shorten(text, 80))!r}")
-    # else a reward that is exploited led to it
-    sure = POSSIBLE if run.learns else PROVEN if run.trains() and not run.length_changed else LIKELY
-    return _cause("one-answer", sure, *facts) if facts else None
+    count = len({str(group[0].get("prompt")) for group in late})
+    if count >= 3 and share > 0.7:
+        facts.append(f"{share:.0%} of the late responses to {count} prompts are {visible(shorten(text, 80))!r}")
+    if facts:  # else a reward that is exploited led to it
+        sure = POSSIBLE if run.learns else PROVEN if run.trains() and not run.length_changed else LIKELY
+        yield _cause("one-answer", sure, *facts)
+    groups = [group for group in run.groups if len(group) > 1]
+    same = [group for group in groups if not distinct(group)]
+    early = [group for group in same if (group[0].get("step") or 0) <= max(2, run.last // 5)]
+    alike = bool(early) and len(same) >= 0.6 * len(groups) and run.recent("zero_std_fraction", 1.0) >= 0.5
+    if alike and not run.succeeds and not run.learns:
+        usual = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "greedy": False}
+        narrow = any(run.setting(f"{GENERATION}.{key}", value) != value for key, value in usual.items())
+        fact = f"in {len(same)} of {len(groups)} sampled groups"
+        yield _cause("equal-responses", CERTAIN if narrow else LIKELY, fact, run.show(same[0][0]))
 
 
 def _collapsed(run: RunRecords) -> list[str]:
     """Return which evaluations have mostly equal responses that earn no more than one answer to everything."""
-    facts = []
-    for name in run.names("eval/(.+/)?most_common_fraction"):
-        prefix = name.removesuffix("most_common_fraction")
-        last: Mapping[str, Any] = next((record for record in reversed(run.steps) if name in record), {name: 0.0})
-        reward, constant = last.get(f"{prefix}reward"), last.get(f"{prefix}constant_reward")
-        few = last.get(f"{prefix}distinct_fraction", 0) <= 1 / 8
-        cut = last.get(f"{prefix}truncated_fraction", 0) > 0.5  # beginnings are alike
-        better = reward is not None and constant is not None and reward > constant
-        # an untrained policy may well repeat itself
-        if last[name] >= (0.9 if constant is None else 0.5) and few and not cut and not better:
-            which = prefix.removeprefix("eval/").removesuffix("/")
-            of, share = f" of {which}" if which else "", f"{last[name]:.0%} of the held-out responses"
-            earned = f"; it earns {constant:.4g} on every prompt, and the policy {reward:.4g}" if constant else ""
-            facts.append(f"{share}{of} are the same one{earned}")
+    facts, keys = [], ("most_common_fraction", "distinct_fraction", "truncated_fraction", "reward", "constant_reward")
+    for prefix in (name.removesuffix(keys[0]) for name in run.names(f"eval/(.+/)?{keys[0]}")):
+        share, few, cut, reward, constant = (run.number(f"last:{prefix}{key}") for key in keys)
+        # an untrained policy may well repeat itself, and beginnings are alike
+        if share >= (0.9 if math.isnan(constant) else 0.5) and few <= 1 / 8 and not (cut > 0.5 or reward > constant):
+            which = f"held-out responses of {prefix[5:-1]}" if prefix[5:] else "held-out responses"
+            earned = f"; it earns {constant:.4g} on every prompt, and the policy {reward:.4g}"
+            facts.append(f"{share:.0%} of the {which} are the same one" + earned * (not math.isnan(constant)))
     return facts
 
 
-def evaluation_differs(run: RunRecords) -> Cause | None:
-    """Compare the settings and prompts of the evaluation with those of training."""
-    texts = ({str(sample.get("prompt")) for sample in some} for some in (run.samples, run.eval_samples))
-    ours, theirs = ([set(text.split()) for text in some] for some in texts)
-    facts = list[str]()
-    for place, these, others in (("of training", ours, theirs), ("held out", theirs, ours)):
-        words = set.intersection(*these) - set[str]().union(*others) if others and len(these) > 5 else ()
-        facts += [f"{' '.join(sorted(words))!r} is in all prompts {place}, and in no other"] if words else []
-    if facts:
-        return _cause("prompts-differ", LIKELY, *facts, run.show(*run.samples[:1]), run.show(*run.eval_samples[:1]))
-    if run.generalizes() or not run.evaluated or run.silent:
-        return None
-    if run.trains() and len(run.evaluated) > 2 and len(set(run.evaluated)) == 1:
-        facts.append(f"{run.held_out[0]} is {run.evaluated[0]:.4g} in each of {len(run.evaluated)} evaluations")
-        names = (f"{node}.reward.function" for node in ("interfaces", "evaluation"))
-        facts += [f"{name}={run.setting(name)}" for name in names if run.setting(name)]
-    cut = run.values(f"{run.held_out[0].rpartition('/')[0]}/truncated_fraction", run.history)
-    if cut and cut[-1] > 0.5 > run.cut and not run.offline:
-        facts.append(f"{cut[-1]:.0%} of the held-out responses are cut off, and {run.cut:.0%} in training")
-    for name, differs in (("max_new_tokens", float.__lt__), ("temperature", float.__gt__)):
-        ours, theirs = run.setting(f"{GENERATION}.{name}"), run.setting(f"evaluation.generation.{name}")
-        ignored = name == "temperature" and run.setting("evaluation.generation.greedy")
-        if None not in (ours, theirs) and not ignored and differs(float(theirs), float(ours)):
-            facts.append(f"evaluation.generation.{name}={theirs:g}, and {ours:g} in training")
-    known = {word for sample in run.samples for word in str(sample.get("prompt")).split()}
-    asked = [word for sample in run.eval_samples for word in str(sample.get("prompt")).split()]
-    new = sum(word not in known for word in asked) / max(1, len(asked))
-    if run.trains() and new > 0.2 and len(run.groups) > 5:
-        facts.append(f"{new:.0%} of the words of the held-out prompts are in no sampled prompt of training")
-    sure = CERTAIN if run.trains() else LIKELY
-    return _cause("evaluation-differs", sure, *facts, run.show(*run.eval_samples[-1:])) if facts else None
+def same_rewards(run: RunRecords) -> Iterator[Cause]:
+    """Look for rewards, or parts of them, that are equal for different responses."""
+    groups = [group for group in run.groups if distinct(group)]
+    varies = any(distinct(group, "reward") for group in groups) or len(groups) < max(1, len(run.groups) / 4)
+    judged = run.silent and run.cut <= 0.5
+    if judged and run.fails_alike:
+        yield from _failure(run, run.rewards[0])
+    elif judged and not varies and max(run.rewards) > 0 and run.recent("missing_rewards") <= 0.2 and not run.succeeds:
+        two = next((first, x) for first, *rest in groups for x in rest if distinct((first, x)))
+        spread = ", ".join(name for name in run.names(r"rewards/.+/std") if run.recent(name) > 0)
+        how = f"each has {run.rewards[0]:.4g}, whatever it says"
+        how = "it depends on the prompt only" if min(run.rewards) < max(run.rewards) else how
+        fact = f"{spread} are above 0, so the parts cancel out" if spread else ""
+        yield _cause("equal-rewards", CERTAIN, *map(run.show, two), fact, how=how)
+    parts = run.names("rewards/.+/mean")
+    dead = [name.split("/")[1] for name in parts if not any(run.values(name))]
+    if run.last >= RECENT and 0 < len(dead) < len(parts):
+        yield _cause("reward-part-dead", POSSIBLE, run.show(*run.samples[-1:]), part=dead[0])
 
 
-def frozen_weights(run: RunRecords) -> Cause | None:
-    """Look for steps that change nothing although there is something to learn from."""
-    compares, largest = bool(run.values("zero_std_fraction")), run.recent("advantage_max")
-    if run.idle() < 0.9 or len(run.steps) < RECENT:
-        return None
-    if compares and (run.recent("zero_std_fraction") > 0.5 or largest < 1e-6):
-        return None
-    fact = f"the largest advantage is {largest:.3g} on average, and the gradient 0"
-    why = "rewards differ within the groups" if compares else "the loss has nothing to compare"
-    return _cause("frozen-weights", CERTAIN, fact if compares else f"loss {run.recent('loss'):.4g}", why=why)
+def _failure(run: RunRecords, reward: float) -> Iterator[Cause]:
+    """Yield why all responses fail."""
+    count = len(run.rewards)
+    if len(run.right) >= max(2, 0.02 * count):
+        fact = f"{len(run.right)} of {count} sampled responses contain the answer of their row"
+        yield _cause("not-parsed", CERTAIN, fact, run.show(*run.right), reward=reward)
+    elif max(run.evaluated, default=0.0) <= reward + 0.02:
+        more = 4 * int(run.setting(f"{GENERATION}.n", 8))
+        yield _cause("too-hard", LIKELY, run.show(*run.samples), count=count, reward=reward, more=more)
 
 
-def no_gradient(run: RunRecords) -> Cause | None:
-    """Count recent steps without a gradient, for any reason."""
+def same_advantages(run: RunRecords) -> Iterator[Cause]:
+    """Look for advantages that are 0, or all of one sign, in groups of unequal rewards, and for steps without any."""
+    low, high = min(run.values("advantage_min"), default=-1.0), max(run.values("advantage_max"), default=1.0)
+    torn = next((group for group in run.groups if distinct(group, "reward")), [])
+    equal, compares = run.recent("zero_std_fraction"), bool(run.values("zero_std_fraction"))
+    fact = f"{equal:.0%} of the groups have equal rewards" if compares else f"loss {run.recent('loss'):.4g}"
+    if -1e-6 <= low <= high <= 1e-6 and (torn or equal <= 0.5):
+        clip = run.setting("interfaces.actor.reward.clip")
+        name = "advantages-cancel" if clip is None else "reward-clip"
+        yield _cause(name, CERTAIN, fact, run.show(*torn), clip=clip)
+    elif torn and low < high and not low < 0 < high:
+        fact = f"advantages from {low:.3g} to {high:.3g} in {run.last:,} steps"
+        yield _cause("no-baseline", LIKELY if run.learns else CERTAIN, fact, run.show(*torn))
     roles = [name.removesuffix("zero_gradient_steps") for name in run.names("(.+/)?zero_gradient_steps")]
     idle = {role: share for role in roles if len(run.steps) >= RECENT and (share := run.idle(role)) >= 0.5}
-    if not idle or run.learns:
-        return None
-    role, share = next(iter(idle.items()))
-    equal = f"{run.recent('zero_std_fraction'):.0%} of the groups have equal rewards"
-    values = {"idle": f"{share * RECENT:.0f}", "recent": RECENT, "role": f" ({role[:-1]})" if role else ""}
-    return _cause("no-gradient", LIKELY - 0.05, equal if run.values("zero_std_fraction") else "", **values)
+    if idle.get("", 0) >= 0.9 and not (compares and (equal > 0.5 or run.recent("advantage_max") < 1e-6)):
+        why = "rewards differ within the groups" if compares else "the loss has nothing to compare"
+        yield _cause("frozen-weights", CERTAIN, fact, why=why)
+    elif idle and not run.learns:
+        role, share = next(iter(idle.items()))
+        values = {"idle": f"{share * RECENT:.0f}", "recent": RECENT, "role": f" ({role[:-1]})" if role else ""}
+        yield _cause("no-gradient", LIKELY - 0.05, fact, **values)
+
+
+# --- what differs from the rest ---
+
+
+def reward_breaks(run: RunRecords) -> Iterator[Cause]:
+    """Look for a step from which on rewards are at another level, while the policy is the same as before it."""
+    names = ("step", "reward", "entropy", "response_tokens")
+    rows = [[record[name] for name in names] for record in run.steps if all(is_number(record.get(x)) for x in names)]
+    for i in range(3, len(rows) - 3):
+        before, after = ([row[1] for row in some] for some in (rows[max(0, i - 5) : i], rows[i:]))
+        old, new, stays = fmean(before), fmean(after), min(after) == max(after)
+        apart = min(before) > max(after) or (stays and min(after) > max(before))
+        at_once = abs(rows[i - 1][1] - rows[i + 1][1]) > max(0.7 * abs(old - new), 0.3 * abs(old))
+        same = all(0.7 < rows[i][k] / max(rows[i - 1][k], 1e-6) < 1.4 for k in (2, 3))
+        if not (apart and at_once and same):
+            continue
+        step = rows[i][0]
+        later = run.values(run.held_out[0], (record for record in run.steps if record["step"] >= step))
+        if stays or min(later, default=math.inf) >= 0.5 * max(run.evaluated, default=0.0):
+            late = [sample for sample in run.samples if (sample.get("step") or 0) > step]
+            fact = f"entropy and length of the responses are alike in steps {rows[i - 1][0]} and {step}"
+            yield _cause(
+                "reward-breaks", CERTAIN if stays else LIKELY, fact, run.show(*late), step=step, old=old, new=new
+            )
+            return
+
+
+def rows_apart(run: RunRecords) -> Iterator[Cause]:
+    """Look for rows whose responses all fail, while those of other rows don't, and for what these rows have in common.
+
+    That is Fisher's exact test for each word of the prompt, and for the size of prompt and answer.
+    """
+    groups, traits = run.groups[-POINTS:], defaultdict[str, set[int]](set)
+    floor = min(run.rewards, default=0.0)
+    failed = [max(sample["reward"] for sample in group) <= floor for group in groups]
+    for key in ("prompt", "answer"):
+        texts = [str(group[0].get(key, "")) for group in groups]
+        sizes = [float(text) if re.fullmatch(r"-?\d{1,9}", text) else len(text.split()) for text in texts]
+        usual = median(sizes or [0])
+        for i, text in enumerate(texts):
+            for word in text.split():
+                traits[f"{word!r} in the {key}"].add(i)
+        traits[f"a larger {key} than most"] = {i for i, size in enumerate(sizes) if size > usual}
+    total, good = len(failed), len(failed) - sum(failed)
+    kinds = {frozenset(rows): trait for trait, rows in traits.items() if 0.2 * total <= len(rows) < total}
+    chances = [
+        (len(kinds) * math.comb(total - len(rows), good) / math.comb(total, good), trait, rows)
+        for rows, trait in kinds.items()
+        if all(failed[i] for i in rows) and good >= 0.5 * (total - len(rows))
+    ]
+    chance, trait, rows = min(chances, default=(1.0, "", frozenset[int]()))
+    # at first, many responses are right in another form
+    told = [i for i in range(total // 2, total) if sum(map(_ends_right, groups[i])) > 1]
+    rejected = [i for i in told if failed[i]]
+    if len(told) > len(rejected) >= max(3, 0.25 * len(told)):
+        chance, trait, rows = 0.0, "the right answer at the end of several responses", frozenset(rejected)
+    if chance < (1e-3 if run.learns else 1e-2) and not all(failed[total * 2 // 3 :]):
+        other = next(group for i, group in enumerate(groups) if not failed[i])
+        fact = f"of the {total - len(rows)} other prompts, {good} have a response that succeeds"
+        shown = (run.show(*groups[min(rows)]), run.show(*other))
+        sure = CERTAIN if chance == 0 else POSSIBLE if run.learns else LIKELY  # these rows may just be hard
+        yield _cause("rows-apart", sure, fact, *shown, rows=len(rows), trait=trait)
+
+
+def _ends_right(sample: Mapping[str, Any]) -> bool:
+    """Return whether the answer of its row is near the end of a response."""
+    return has_answer({**sample, "response": response_text(sample)[-30:]})
+
+
+def rewards_apart(run: RunRecords) -> Iterator[Cause]:
+    """Look for rewards that differ for the same response, and for those far beyond nine in ten of the others."""
+    same = defaultdict[Any, list[Mapping[str, Any]]](list)
+    for sample in (sample for group in run.groups for sample in group):
+        same[sample.get("step"), sample.get("id"), sample.get("response")].append(sample)
+    repeated = [samples for samples in same.values() if len(samples) > 1]
+    torn = [samples for samples in repeated if distinct(samples, "reward")]
+    if len(torn) >= max(3, 0.25 * len(repeated)):
+        low, *_, high = sorted(torn[0], key=lambda sample: sample["reward"])
+        facts = (f"{len(torn)} of {len(repeated)} repeated responses", run.show(low))
+        sure = LIKELY if run.learns else CERTAIN
+        yield _cause("reward-noise", sure, *facts, f"and {high['reward']:.4g} for the same text")
+    for what, values in (("a sampled response", run.rewards), ("the mean of a step", run.values("reward"))):
+        ordered = sorted(map(abs, values))
+        if len(ordered) >= RECENT and ordered[-1] >= 15 * max(usual := ordered[int(0.9 * len(ordered))], 1.0):
+            fact = f"nine in ten are below {usual:.4g}"
+            yield _cause("reward-outliers", LIKELY if run.learns else PROVEN, fact, high=ordered[-1], what=what)
+            break
+
+
+# --- what should agree, and doesn't ---
+
+
+def evaluation_differs(run: RunRecords) -> Iterator[Cause]:
+    """Compare prompts, settings and results of the evaluation with those of training."""
+    texts = ({str(sample.get("prompt")) for sample in some} for some in (run.samples, run.eval_samples))
+    ours, theirs = ([frozenset(text.split()) for text in some] for some in texts)
+    known, asked = (set[str]().union(*some) for some in (ours, theirs))
+    facts = list[str]()
+    for place, these, others in (("of training", ours, asked), ("held out", theirs, known)):
+        words = frozenset.intersection(*these) - others if others and len(these) > 5 else ()
+        facts += [f"{' '.join(sorted(words))!r} is in all prompts {place}, and in no other"] if words else []
+    if facts:
+        yield _cause("prompts-differ", LIKELY, *facts, run.show(*run.samples[:1]), run.show(*run.eval_samples[:1]))
+        return
+    name, _ = run.held_out
+    if run.generalizes() or not run.evaluated or run.silent:
+        return
+    changes = run.movement > 1e-3 and len(set(run.values(run.goal[0]))) > 1
+    if len(set(run.evaluated)) == 1 and len(run.evaluated) > (2 if run.trains() else 3) and (run.trains() or changes):
+        facts.append(f"{name} is {run.evaluated[0]:.4g} in each of {len(run.evaluated)} evaluations")
+        names = ("interfaces.reward.function", "evaluation.reward.function", "evaluation.role")
+        facts += [f"{name}={run.setting(name)}" for name in names if run.setting(name)]
+    new = sum(len(words - known) for words in theirs) / max(1, sum(map(len, theirs)))
+    if run.trains() and new > 0.2 and len(run.groups) > 5:
+        facts.append(f"{new:.0%} of the words of the held-out prompts are in no sampled prompt of training")
+    if facts:
+        sure = CERTAIN if run.trains() else LIKELY
+        yield _cause("evaluation-differs", sure, *facts, run.show(*run.eval_samples[-1:]))
+
+
+def only_training_improves(run: RunRecords) -> Iterator[Cause]:
+    """Look for training that improves while held-out data do not, and at what rises with it."""
+    if run.last < RECENT or not run.trains() or run.generalizes():
+        return
+    fell = len(run.evaluated) > 3 and run.generalizes(-1)
+    (goal, _), (held_out, _) = run.goal, run.held_out
+    facts = [f"{goal} {run.course(goal)}"]
+    facts += [f"{held_out} {run.evaluated[0]:.4g} to {run.evaluated[-1]:.4g}"] if run.evaluated else []
+    if goal == "reward":
+        parts = {name.split("/")[1]: c for name in run.names("rewards/.+/mean") if (c := run.course(name))}
+        rising = next((name for name, c in parts.items() if c.moved(1)), None)
+        other = next((name for name, c in parts.items() if not c.moved(1)), None)
+        # three evaluations of a few rows can fall by chance, but not to a quarter
+        worse = fell or (len(run.evaluated) > 2 and run.evaluated[-1] <= 0.25 * run.evaluated[0] > 0)
+        if rising and other:
+            facts += [f"{name} {parts[name]}" for name in (rising, other)]
+            yield _cause("reward-parts", CERTAIN, *facts, rising=rising, other=other)
+        elif worse or run.length_changed:
+            facts += [f"tokens of a response {run.course('response_tokens')}"] if run.length_changed else []
+            latest = sorted(run.samples, key=lambda sample: (sample.get("step") or 0, sample.get("reward") or 0.0))[-1:]
+            which = "get worse" if worse else "do not improve"
+            yield _cause("reward-hacking", CERTAIN if worse else LIKELY, *facts, run.show(*latest), held_out=which)
 
 
 def seeds_disagree(runs: Mapping[str, RunRecords]) -> Cause | None:
@@ -674,51 +483,19 @@ def seeds_disagree(runs: Mapping[str, RunRecords]) -> Cause | None:
 
 
 SYMPTOMS: tuple[Symptom, ...] = (
-    not_finite,
-    sampler_differs,
     template,
-    prompts_cut,
-    numbers,
-    advantages,
-    never_right,
+    limits,
+    reward_breaks,
+    rows_apart,
+    same_advantages,
+    same_rewards,
     truncated,
-    one_answer,
-    equal_responses,
-    equal_rewards,
-    small_groups,
-    solved,
-    duplicates,
-    reward_noise,
-    outliers,
-    wrong_reference,
-    weights_decay,
-    swapped_pairs,
+    same_texts,
+    rewards_apart,
     evaluation_differs,
-    reward_exploited,
-    entropy_rises,
-    kl_too_strong,
-    clipped,
-    gradient_clipped,
-    rate_too_low,
-    critic_useless,
-    rate_too_high,
-    wrong_answers,
-    random_pairs,
-    frozen_weights,
-    no_gradient,
-    dead_part,
+    only_training_improves,
 )
 """All symptoms. Of equally sure causes, the earlier explains the later."""
-
-
-def _rate(run: RunRecords) -> float:
-    """Return the peak learning rate: the setting, or if the model's size decided it, what the records lead to."""
-    if (given := run.setting("models.actor.optimizer.lr")) is not None:
-        return float(given)
-    done = sum(run.values("optimizer_steps")) * run.last / max(1, len(run.steps))
-    warmup = run.setting("models.actor.optimizer.schedule.warmup", 0)
-    return max(run.values("lr"), default=0.0) * max(1.0, (warmup + 1) / max(1.0, done))  # grows linearly
-
 
 __all__ = [
     "Cause",

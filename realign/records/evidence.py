@@ -18,6 +18,8 @@ RECENT = 10
 """Steps at the end of a run that count as recent. Fewer are not judged."""
 GENERATION = "interfaces.actor.generation"
 """Settings of the sampler in training."""
+OPTIMIZER = "models.actor.optimizer"
+"""Settings of the optimizer."""
 POINTS = 400
 """Number of steps that are looked at; of longer runs, an even selection and the recent ones."""
 
@@ -70,7 +72,7 @@ class RunRecords:
 
     def __post_init__(self) -> None:
         every, recent = max(1, len(self.history) // POINTS), len(self.history) - RECENT
-        self.history = [record for i, record in enumerate(self.history) if i % every == 0 or i >= recent]
+        self.history = [record for i, record in enumerate(self.history) if i % every == 0 or i < 2 or i >= recent]
         self.steps = [record for record in self.history if isinstance(step := record.get("step"), int) and step > 0]
         self.last = int(self.steps[-1]["step"]) if self.steps else 0
         """The last step."""
@@ -83,7 +85,7 @@ class RunRecords:
     def values(self, name: str, records: Iterable[Mapping[str, Any]] | None = None) -> list[float]:
         """Return the finite values of a metric, from the first step on."""
         chosen = self.steps if records is None else records
-        return [x for record in chosen if _is_number(x := record.get(name))]
+        return [x for record in chosen if is_number(x := record.get(name))]
 
     def recent(self, name: str, default: float = 0.0) -> float:
         """Return the mean of a metric over the recent steps; `default` without any."""
@@ -103,8 +105,77 @@ class RunRecords:
         """Return a value of the config; `default` if it has no such key, or null."""
         node: Any = self.config
         for name in key.split("."):
-            node = node.get(name) if isinstance(node, Mapping) else None
+            node = dict(enumerate(node)) if isinstance(node, list) else node
+            node = node.get(int(name) if name.isdecimal() else name) if isinstance(node, Mapping) else None
         return default if node is None else node
+
+    def number(self, word: str) -> float:
+        """Return what a word of a condition stands for, see causes.yaml; NaN if it is no number."""
+        kind, _, name = word.rpartition(":")
+        if name in self.quantities:
+            return self.quantities[name]
+        values = self.values(name, self.history)
+        if kind == "first" and self.history[0].get("step") not in (
+            0,
+            1,
+        ):  # the first part of a resumed run is elsewhere
+            return math.nan
+        if values:
+            part = {"first": values[:1], "last": values[-1:], "max": [max(values)], "median": [median(values)]}
+            return fmean(part.get(kind, values[-RECENT:]))
+        try:
+            return float(self.setting(name, name))
+        except (TypeError, ValueError):
+            return math.nan
+
+    def holds(self, left: str, sign: str, right: str) -> bool:
+        """Return whether a condition is true. `is` and `isnt` compare texts, and the others numbers."""
+        if sign in ("is", "isnt"):
+            return (str(self.setting(left)) == str(self.setting(right, right))) is (sign == "is")
+        a, b = self.number(left), self.number(right)
+        return {">": a > b, ">=": a >= b, "<": a < b, "<=": not a > b}[sign]
+
+    @cached_property
+    def quantities(self) -> dict[str, float]:
+        """What causes.yaml compares beside settings and metrics; NaN if the records don't say it."""
+        rates, entropy = self.values("lr"), self.values("entropy")
+        early, kept = entropy[: max(4, len(entropy) // 3)], bool(entropy) and entropy[0] > 0.01
+        jumps = [abs(b - a) / entropy[0] for a, b in itertools.pairwise(early)] if kept else []
+        rewards = self.values("reward")
+        # the first step is that of the model which was evaluated
+        reward = max(rewards[0], fmean(rewards[: max(3, len(self.steps) // 4)])) if rewards else math.nan
+        before = self.evaluated[0] if self.evaluated else math.nan
+        lengths = [sum(record.get("given") or ()) + record.get("start", 0) for record in self.tokens]
+        return {
+            "steps_done": float(self.last),
+            "trend": float(self.trains() - self.trains(-1)),
+            "held_out_count": float(len(self.evaluated)),
+            "held_out_gain": max([self.held_out[1] * (x - before) for x in self.evaluated[1:]], default=math.nan),
+            "held_out_trend": float(self.generalizes() - self.generalizes(-1)),
+            "learns": float(self.learns),
+            "idle": self.idle(),
+            "nonfinite_step": next((float(r["step"]) for r in self.steps if r.get("nonfinite_steps")), math.nan),
+            "rate": self.rate,
+            "lower_rate": self.rate / 10,
+            "higher_rate": self.rate * 10,
+            "rate_left": median(rates) / max(rates) if any(rates) else math.nan,
+            "movement": self.movement,
+            "damping": self.damping,
+            "entropy_jump": max(jumps, default=math.nan),
+            "entropy_left": min(entropy[:RECENT]) / entropy[0] if kept else math.nan,
+            "prompt_tokens": median(lengths or [0]),
+            "start_gap": before - reward,
+            "start_ratio": before / max(reward, 1e-6),
+        }
+
+    @property
+    def rate(self) -> float:
+        """Peak learning rate: the setting, or if the model's size decided it, what the records lead to."""
+        if (given := self.setting(f"{OPTIMIZER}.lr")) is not None:
+            return float(given)
+        done = sum(self.values("optimizer_steps")) * self.last / max(1, len(self.steps))
+        warmup = self.setting(f"{OPTIMIZER}.schedule.warmup", 0)
+        return max(self.values("lr"), default=0.0) * max(1.0, (warmup + 1) / max(1.0, done))  # grows linearly
 
     @cached_property
     def held_out(self) -> tuple[str, int]:
@@ -152,11 +223,23 @@ class RunRecords:
         idle = [r for r in recent if r[f"{role}zero_gradient_steps"] and not r.get(f"{role}optimizer_steps")]
         return len(idle) / max(1, len(recent))
 
-    @cached_property
+    @property
     def movement(self) -> float:
-        """Sum of learning rate times optimizer steps: an upper bound on how far Adam moved a weight."""
+        """Upper bound on how far Adam moved a weight; a twentieth with LoRA, which needs more for the same effect."""
         made = sum((record.get("lr") or 0.0) * (record.get("optimizer_steps") or 0.0) for record in self.steps)
-        return made * self.last / max(1, len(self.steps))
+        made *= self.damping * self.last / max(1, len(self.steps))
+        return made / 20 if "lora" in str(self.setting("models.actor.trains")).lower() else made
+
+    @cached_property
+    def damping(self) -> float:
+        """Share of the learning rate that Adam's eps leaves to a gradient of typical size; 1 if that isn't known."""
+        speed = self.recent("train_tokens_per_s")
+        weights = self.recent("train_tflop_per_s") * 1e12 / 6 / speed if speed else 0.0
+        norm = median(self.values("grad_norm") or [0.0])
+        if not weights or not norm:
+            return 1.0
+        gradient = min(norm, self.setting(f"{OPTIMIZER}.grad_clip", math.inf)) / math.sqrt(weights)
+        return gradient / (gradient + self.setting(f"{OPTIMIZER}.eps", 1e-8))
 
     @cached_property
     def silent(self) -> bool:
@@ -182,7 +265,7 @@ class RunRecords:
         """The sampled responses of each prompt of a step, those with a reward."""
         groups: dict[Any, list[Mapping[str, Any]]] = defaultdict(list)
         for sample in self.samples:
-            if _is_number(sample.get("reward")):
+            if is_number(sample.get("reward")):
                 groups[sample.get("step"), sample.get("id")].append(sample)
         return list(groups.values())
 
@@ -202,11 +285,11 @@ class RunRecords:
     @cached_property
     def right(self) -> list[Mapping[str, Any]]:
         """Sampled responses that contain the answer of their row; none if those of other rows are as frequent."""
-        found = [sample for sample in self.samples if _has_answer(sample)]
+        found = [sample for sample in self.samples if has_answer(sample)]
         half = len(self.samples) // 2
         answers = [sample.get("answer") for sample in (*self.samples[half:], *self.samples[:half])]
         other = [(s, answer) for s, answer in zip(self.samples, answers, strict=True) if answer != s.get("answer")]
-        by_chance = sum(_has_answer({**sample, "answer": answer}) for sample, answer in other)
+        by_chance = sum(has_answer({**sample, "answer": answer}) for sample, answer in other)
         return found if len(found) * max(1, len(other)) > 2 * by_chance * len(self.samples) else []
 
     @property
@@ -238,7 +321,7 @@ def _from_chance(name: str, values: Sequence[float]) -> list[float]:
     return [max(x, 0.5) for x in values] if name.endswith("rewards/accuracy") else [*values]
 
 
-def _is_number(x: Any) -> TypeGuard[float]:
+def is_number(x: Any) -> TypeGuard[float]:
     """Return whether a value is a finite number; in a damaged file it can be of any kind."""
     return isinstance(x, int | float) and -1e300 < x < 1e300
 
@@ -266,7 +349,7 @@ def _token_texts(record: Mapping[str, Any], *, given: bool) -> list[str]:
     return [text for text, of_prompt in pairs if bool(of_prompt) is given]
 
 
-def _has_answer(sample: Mapping[str, Any]) -> bool:
+def has_answer(sample: Mapping[str, Any]) -> bool:
     """Return whether a response contains the answer of its row as a word."""
     answer = re.escape(str(sample.get("answer") or ""))
     return bool(answer) and re.search(rf"(?<![\w.]){answer}(?!\w)", str(sample.get("response"))) is not None
@@ -279,4 +362,15 @@ def _repeats(sample: Mapping[str, Any]) -> bool:
     return len(tail) >= 4 and len(set(tail)) <= max(2, len(tail) / 3)
 
 
-__all__ = ["GENERATION", "RECENT", "Course", "RunRecords", "course_of", "distinct", "most_common", "response_text"]
+__all__ = [
+    "GENERATION",
+    "POINTS",
+    "RECENT",
+    "Course",
+    "RunRecords",
+    "distinct",
+    "has_answer",
+    "is_number",
+    "most_common",
+    "response_text",
+]

@@ -109,7 +109,7 @@ CASES = {
     ),
     "overfitting": RunRecords(
         [r | {"loss": 1 - r["step"] / 20, "eval/loss": 1 + r["step"] / 20} for r in history()],
-        {"interfaces": {"actor": {"_target_": "sft"}}},
+        {"interfaces": {"actor": {"_target_": "sft"}}, "data": {"limit": 16}},
     ),
     "reference": RunRecords(history(ref_kl=2.0), CONFIG),
     "weight-decay": RunRecords(history(), config(models__actor__optimizer__weight_decay=30.0)),
@@ -132,6 +132,33 @@ CASES = {
         history(**{"rewards/accuracy": 0.5, "logprobs/chosen": -3.0, "logprobs/rejected": -2.0, "reward": 0.5}), CONFIG
     ),
     "reward-part-dead": RunRecords(history(**{"rewards/form/mean": 0.0, "rewards/right/mean": 0.2}), CONFIG),
+    "reward-breaks": RunRecords(
+        [record | ({"reward": 0.0} if record["step"] > 9 else {}) for record in history(response_tokens=5.0)], CONFIG
+    ),
+    "rows-apart": RunRecords(
+        history(0.5, 0.5),
+        CONFIG,
+        [
+            sample
+            for ours, theirs in zip(
+                samples("a", "b", reward=[0.0, 1.0], prompt="of {}?"), samples("a", "b", prompt="Say {}!"), strict=True
+            )
+            for sample in ([ours] if ours["step"] % 2 else [theirs])
+        ],
+    ),
+    "wrong-sign": RunRecords(
+        history(), config(interfaces__actor__truncation={"reward": "add", "penalty": 1.0, "overlong_buffer": 0})
+    ),
+    "setting": RunRecords(history(), config(interfaces__actor__reward__gain=-1.0)),
+    "eps": RunRecords(
+        history(grad_norm=0.1, train_tokens_per_s=1e6, train_tflop_per_s=6.0),
+        config(models__actor__optimizer={"lr": 1e-3, "eps": 1.0}),
+    ),
+    "rows-contradict": RunRecords(
+        [r | {"loss": 1 - r["step"] / 20, "eval/loss": 1 + r["step"] / 20} for r in history()],
+        {"interfaces": {"actor": {"_target_": "sft"}}},
+    ),
+    "gets-worse": RunRecords(history(0.5, 0.1, (0.5, 0.4, 0.3, 0.2, 0.1)), CONFIG),
     "duplicates": RunRecords(history(), CONFIG, samples("a", "b", reward=[0.0, 1.0], prompt="1+1=")),
     "reward-noise": RunRecords(history(), CONFIG, samples("a", "a", "b", reward=[0.0, 1.0, 0.5])),
     "reward-outliers": RunRecords(history(), CONFIG, [*samples("a", "b", reward=0.5), *samples("c", reward=900.0)[:1]]),
@@ -151,7 +178,10 @@ CASES = {
         history(ref_kl=0.001), config(interfaces__actor__kl__coef=50.0, interfaces__actor__kl__place="loss")
     ),
     "clip": RunRecords(history(clip_fraction=0.9), config(interfaces__actor__objective__low=1e-6)),
-    "gradient-clip": RunRecords(history(grad_norm=1.0), config(models__actor__optimizer__grad_clip=1e-9)),
+    "gradient-clip": RunRecords(
+        history(grad_norm=1.0, train_tokens_per_s=1e6, train_tflop_per_s=6.0),
+        config(models__actor__optimizer={"lr": 1e-3, "grad_clip": 1e-9, "eps": 1e-8}),
+    ),
     "warmup": RunRecords(history(lr=1e-8), config(models__actor__optimizer__schedule__warmup=10_000)),
     "learning-rate-ends": RunRecords(
         [record | ({"lr": 1e-9} if record["step"] > 5 else {}) for record in history()], CONFIG
@@ -191,6 +221,20 @@ def test_a_run_that_learns_is_accused_of_nothing():
     assert diagnose(RunRecords(history(0.2, 0.9, **negative), CONFIG, told)).causes == ()
     idle_at_the_end = [r | (QUIET if r["step"] > 12 else {}) for r in history(0.2, 1.0, (0.2, 0.5, 0.9, 1.0, 1.0))]
     assert diagnose(RunRecords(idle_at_the_end, CONFIG, told)).causes == ()
+
+
+def test_a_reward_that_falls_with_the_policy_does_not_break_and_rows_that_fail_by_chance_are_not_apart():
+    broken = [
+        r | ({"reward": 0.03 + r["step"] / 999} if r["step"] > 9 else {})
+        for r in history(response_tokens=5.0, held_out=(0.2,) * 5)
+    ]
+    assert diagnose(RunRecords(broken, CONFIG)).causes[0].name == "reward-breaks"
+    shorter = [r | ({"response_tokens": 1.0} if r["step"] > 9 else {}) for r in broken]
+    fallen = [r | ({"eval/reward": 0.0} if r["step"] == 15 else {}) for r in broken]
+    for records in (shorter, fallen):
+        assert "reward-breaks" not in [cause.name for cause in diagnose(RunRecords(records, CONFIG)).causes]
+    chance = samples("a", "b", reward=[0.0, 0.0], prompt="Say {}!")[:6] + samples("a", "b", reward=[0.0, 1.0])[6:]
+    assert diagnose(RunRecords(history(0.2, 0.9), CONFIG, chance)).causes == ()
 
 
 def test_seeds_disagree_if_only_some_learn():
