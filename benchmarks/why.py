@@ -1,6 +1,6 @@
 """How often `realign why` names the cause of a run that doesn't learn: planted faults, and healthy runs.
 
-    python -m benchmarks.why [folder] [set=seen|replays|sealed] [only=NAME,NAME] [seeds=2]
+    python -m benchmarks.why [folder] [set=seen|replays|sealed|missed] [only=NAME,NAME] [seeds=2]
 
 The task is small enough for seconds: a chat model with 100,000 parameters repeats the first of two numbers, and most
 of its examples repeated the second. Each fault is one mistake that users make, in settings, reward function or data. It
@@ -25,6 +25,7 @@ from realign.demo import tiny
 from realign.engines.transformers_model import TransformersModel
 from realign.errors import RealignError
 from realign.interfaces.components import GroupRelative
+from realign.interfaces.rule_reward import RuleRewardInterface
 from realign.own_files import make_folder
 from realign.safe_yaml import load_yaml
 
@@ -67,6 +68,8 @@ def prepare(folder: Path) -> None:
         "held_out": held_out,
         "one_prompt": rows[:1] * 512,
         "unseen": list(problems(rng, 256, 20, 30)),
+        # half of the rows have their answer in another column, as data of two sources do
+        "sources": [{"prompt": r["prompt"], ("answer", "solution")[i % 2]: r["answer"]} for i, r in enumerate(rows)],
         "nines": [{**row, "answer": "9"} for row in rows],
         "wrong": [{**row, "answer": other} for row, other in zip(rows, wrong, strict=True)],
         "rendered": [{**row, "prompt": f"{ASK} {row['prompt']} {ANSWER}"} for row in rows],
@@ -166,6 +169,11 @@ def well(prompt: str, response: str, row: Row) -> float:
     return 0.2 * right(prompt, response, row) + 0.5 * response.split().count("well")
 
 
+def one_column(prompt: str, response: str, row: Row) -> float:
+    """Look for the answer in one column only."""
+    return right(prompt, response, {"answer": row.get("answer")})
+
+
 boxed = _of_response(lambda text: re.search(r"\\boxed\{(\d+)\}", text) is not None)  # which the model never uses
 wordy = _of_response(lambda text: len(text.split()) / 5)
 short = _of_response(lambda text: -len(text.split()))
@@ -187,6 +195,21 @@ class OwnGroups(GroupRelative):
     def estimate(self, rewards: Any, data: Any, reduce: Any) -> torch.Tensor:
         """Return the reward minus the mean of a group of one."""
         return rewards.per_sequence - rewards.per_sequence.nan_to_num()
+
+
+@dataclass
+class OutOfQuota(RuleRewardInterface):
+    """A judge whose quota is used up after eight batches, and whose error counts as 0."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._left = 8
+
+    def inference(self, model: Any, data: Any, mb_spec: Any) -> Any:
+        """Return rewards as long as the quota lasts."""
+        scored, self._left = super().inference(model, data, mb_spec), self._left - 1
+        scored["rewards"].mul_(self._left >= 0)
+        return scored
 
 
 @dataclass
@@ -325,7 +348,21 @@ SEALED = (
     _case("short responses dropped", "untrained", ACTOR + "min_response_tokens=7"),
 )
 """Sealed mistakes that need no further files. Who planted them had not read the diagnosis."""
-SETS = {"seen": (*FAULTS, *HEALTHY), "replays": REPLAYS, "sealed": SEALED}
+START = f"evaluation.role=ref; models.ref.path=${{models.actor.path}}; {ACTOR}kl.place=loss; {ACTOR}kl.coef=0.001"
+SFT_COLUMN = (
+    "held_out=demonstrations; data.response_column=other; data.ignored_columns=[response]; "
+    "evaluation.data.response_column=response; evaluation.data.ignored_columns=[]"
+)
+MISSED = (
+    _case("judge out of quota", "reward-breaks", "interfaces.reward._target_=benchmarks.why.OutOfQuota"),
+    _case("answers of two sources", "rows-apart", "data=sources; function=one_column"),
+    _case("evaluates the start", "evaluation-differs", START),
+    _case("eps of 1", "eps", "models.actor.optimizer.eps=1.0"),
+    _case("truncation pays", "wrong-sign", f"tokens=9; {ACTOR}truncation={{reward: add, penalty: 2.0}}"),
+    _case("SFT on another column", "rows-contradict", SFT_COLUMN, "sft"),
+)
+"""Mistakes of sealed sets that the diagnosis missed. Its rules were written with them in view."""
+SETS = {"seen": (*FAULTS, *HEALTHY), "replays": REPLAYS, "sealed": SEALED, "missed": MISSED}
 
 
 # --- runs ---
