@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import gc
 import multiprocessing
 import os
 import signal
@@ -22,12 +21,8 @@ from realign.cli import commands as cli
 from realign.config.files import experiments_dir
 
 CHECKOUT = experiments_dir().parent
-# Forked processes are copies of one that has imported what takes seconds, such as most of what scenarios of ranks use.
-FAMILIES = [f"transformers.models.{name}.modeling_{name}" for name in ("llama", "gpt2", "qwen3", "qwen3_moe")]
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(
-    ["realign.runtime", "peft", "numpy.ma", *FAMILIES, "tests.processes", "tests.engines.distributed.dimensions"]
-)
+FORKS.set_forkserver_preload(["tests.preload"])
 
 
 class Command:
@@ -83,7 +78,6 @@ class Command:
 
 
 def _main(folder: Path, words: tuple[str, ...], environment: dict[str, str], outputs: list[Path]) -> None:
-    gc.freeze()  # a collection would visit millions of objects of imported modules
     for number, path in enumerate(outputs, 1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), number)
     os.environ.clear()

@@ -210,7 +210,8 @@ def _apply_overrides(below: _FileLayers, overrides: Sequence[Override]) -> tuple
     layers = copy.deepcopy(below.layers)
     upper, deleted = as_layer(overrides, layers.tree)
     fitted = layers.add_command_line(upper, deleted)
-    config, files = OmegaConf.create(layers.tree), OmegaConf.create(below.layers.tree)
+    config = OmegaConf.create(layers.tree)
+    files = OmegaConf.create(below.layers.tree if any(override.is_delete() for override in overrides) else {})
     for override, key, value in rewritten(overrides, fitted):
         try:
             _apply(config, override, key, value, files)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import faulthandler
-import gc
 import os
 import signal
 import tempfile
@@ -65,7 +64,6 @@ def _rank(
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
 ) -> None:
-    gc.freeze()  # a collection would visit millions of objects of imported modules
     os.environ |= environment  # the first process has that of an earlier test
     stacks = (folder / f"{rank}.stacks").open("w")
     faulthandler.enable(stacks)
