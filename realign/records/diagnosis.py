@@ -463,7 +463,7 @@ def only_training_improves(run: RunRecords) -> Iterator[Cause]:
         if rising and other:
             facts += [f"{name} {parts[name]}" for name in (rising, other)]
             yield _cause("reward-parts", CERTAIN, *facts, rising=rising, other=other)
-        elif worse or run.length_changed:
+        elif worse or (run.length_changed and len(run.evaluated) > 1):
             facts += [f"tokens of a response {run.course('response_tokens')}"] if run.length_changed else []
             latest = sorted(run.samples, key=lambda sample: (sample.get("step") or 0, sample.get("reward") or 0.0))[-1:]
             which = "get worse" if worse else "do not improve"

@@ -217,6 +217,8 @@ def test_a_run_that_learns_is_accused_of_nothing():
     assert "eval/reward 0.2 to 0.9 in 20 steps" in learned.sentence
     without_evaluation = diagnose(RunRecords(history(0.2, 0.9), CONFIG, told))
     assert without_evaluation.causes == ()
+    shorter = history(0.2, 0.9, response_tokens=(33.0, 15.0))  # without held-out data, no loophole
+    assert diagnose(RunRecords(shorter, CONFIG, told)).causes == ()
     negative = {"rewards/right/mean": (0.2, 0.9), "advantage_min": -1.0, "advantage_max": 1.0}
     assert diagnose(RunRecords(history(0.2, 0.9, **negative), CONFIG, told)).causes == ()
     idle_at_the_end = [r | (QUIET if r["step"] > 12 else {}) for r in history(0.2, 1.0, (0.2, 0.5, 0.9, 1.0, 1.0))]
