@@ -361,7 +361,7 @@ MISSED = (
     _case("truncation pays", "wrong-sign", f"tokens=9; {ACTOR}truncation={{reward: add, penalty: 2.0}}"),
     _case("SFT on another column", "rows-contradict", SFT_COLUMN, "sft"),
 )
-"""Mistakes of sealed sets that the diagnosis missed. Its rules were written with them in view."""
+"""Mistakes like those of sealed sets that the diagnosis missed. Its rules were written with them in view."""
 SETS = {"seen": (*FAULTS, *HEALTHY), "replays": REPLAYS, "sealed": SEALED, "missed": MISSED}
 
 
