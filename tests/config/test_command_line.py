@@ -5,9 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hypothesis import given
+from hypothesis import strategies as st
 
 from realign.config import compose
-from realign.config.command_line import prepare, quote_override
+from realign.config.command_line import _PLAIN, prepare, quote_override
 from realign.config.errors import ConfigError
 from tests.config_parts import EXPERIMENT
 
@@ -29,6 +32,11 @@ def test_an_override_that_is_too_long_is_refused_before_it_is_parsed():
 @pytest.mark.parametrize("word", ["a=1,2", "a=[ü", "a={ü: 1", "a='ü", "a=${ü}", "a=ü,b", "steps=5", "~a", "a=", "ü"])
 def test_lists_sweeps_interpolations_and_readable_values_stay_unchanged(word):
     assert quote_override(word) == word
+
+
+@given(st.from_regex(_PLAIN, fullmatch=True))
+def test_hydra_reads_every_override_that_is_plain(word):
+    OverridesParser.create().parse_override(word)
 
 
 @pytest.fixture
