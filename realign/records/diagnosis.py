@@ -340,7 +340,8 @@ def reward_breaks(run: RunRecords) -> Iterator[Cause]:
         apart = min(before) > max(after) or (stays and min(after) > max(before))
         at_once = abs(rows[i - 1][1] - rows[i + 1][1]) > max(0.7 * abs(old - new), 0.3 * abs(old))
         same = all(0.7 < rows[i][k] / max(rows[i - 1][k], 1e-6) < 1.4 for k in (2, 3))
-        if not (apart and at_once and same):
+        harder = run.setting("curriculum") is not None and not stays  # other prompts, as it should be
+        if harder or not (apart and at_once and same):
             continue
         step = rows[i][0]
         later = run.values(run.held_out[0], (record for record in run.steps if record["step"] >= step))

@@ -233,8 +233,8 @@ def test_a_reward_that_falls_with_the_policy_does_not_break_and_rows_that_fail_b
     assert diagnose(RunRecords(broken, CONFIG)).causes[0].name == "reward-breaks"
     shorter = [r | ({"response_tokens": 1.0} if r["step"] > 9 else {}) for r in broken]
     fallen = [r | ({"eval/reward": 0.0} if r["step"] == 15 else {}) for r in broken]
-    for records in (shorter, fallen):
-        assert "reward-breaks" not in [cause.name for cause in diagnose(RunRecords(records, CONFIG)).causes]
+    for records, config in ((shorter, CONFIG), (fallen, CONFIG), (broken, CONFIG | {"curriculum": {"prefer": "new"}})):
+        assert "reward-breaks" not in [cause.name for cause in diagnose(RunRecords(records, config)).causes]
     chance = samples("a", "b", reward=[0.0, 0.0], prompt="Say {}!")[:6] + samples("a", "b", reward=[0.0, 1.0])[6:]
     assert diagnose(RunRecords(history(0.2, 0.9), CONFIG, chance)).causes == ()
 
