@@ -14,6 +14,7 @@ import realign
 from realign.cli import commands as cli
 from realign.config import experiment
 from realign.config.files import Files, experiments_dir
+from realign.config.index import FILE, _shipped
 from realign.runtime.checks import before_loading
 from tests.config_parts import EXPERIMENT, write_experiment
 from tests.processes import CHECKOUT, printed_without, python
@@ -291,6 +292,8 @@ def test_experiments_are_found_from_an_installed_package_in_an_empty_folder(here
     package = Path(realign.__file__).parent
     shutil.copytree(package, site / "realign", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(experiments_dir(), site / "realign" / "experiments")  # the wheel contains the same copy
+    # so does it contain this index; without it, the first use would import every module
+    (site / "realign" / FILE.relative_to(package)).write_text(json.dumps(_shipped()))
     write_experiment(site / "realign" / "experiments", "shipped", EXPERIMENT)
     done = python(
         "from realign.config import compose; print(compose(['experiment=shipped']).name)", here, PYTHONPATH=str(site)
