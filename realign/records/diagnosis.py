@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 import shlex
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -186,10 +186,20 @@ def limits(run: RunRecords) -> Iterator[Cause]:
         if found:
             sure, conditions = max(found)
             key, sign, limit = conditions[0]
-            facts = [f"{x}: {run.number(x):.4g}" for x, *_ in conditions if math.isfinite(run.number(x))]
+            shown = dict.fromkeys(x for x, *_ in conditions if x not in run.quantities and math.isfinite(run.number(x)))
+            facts = [f"{name}: {run.number(x):.4g}" for x in shown for name in [_in_words(x)]]
+            facts.append(run.show(*run.samples[-1:]))
             given = {"key": key, "value": run.number(key), "bound": run.number(limit), "more": 4 * run.number(key)}
             given |= {"usual": "at most" if sign == ">" else "at least", **run.quantities}
             yield _cause(name, sure, *facts, **given)
+
+
+def _in_words(condition: str) -> str:
+    """Return what a person calls the left side of a condition, such as `first:reward`."""
+    kind, _, name = condition.rpartition(":")
+    return {"": name, "first": f"{name} of the first step", "last": f"{name} of the last step"}.get(
+        kind, f"{kind} {name}"
+    )
 
 
 # --- what a text proves ---
@@ -285,7 +295,8 @@ def same_rewards(run: RunRecords) -> Iterator[Cause]:
         how = f"each has {run.rewards[0]:.4g}, whatever it says"
         how = "it depends on the prompt only" if min(run.rewards) < max(run.rewards) else how
         fact = f"{spread} are above 0, so the parts cancel out" if spread else ""
-        yield _cause("equal-rewards", CERTAIN, *map(run.show, two), fact, how=how)
+        always = all(share == 1 for share in run.values("zero_std_fraction"))
+        yield _cause("equal-rewards", CERTAIN if always else POSSIBLE, *map(run.show, two), fact, how=how)
     parts = run.names("rewards/.+/mean")
     dead = [name.split("/")[1] for name in parts if not any(run.values(name))]
     if run.last >= RECENT and 0 < len(dead) < len(parts):
@@ -397,7 +408,14 @@ def _ends_right(sample: Mapping[str, Any]) -> bool:
 
 
 def rewards_apart(run: RunRecords) -> Iterator[Cause]:
-    """Look for rewards that differ for the same response, and for those far beyond nine in ten of the others."""
+    """Look for rewards that differ for the same response, that punish right ones, or that are far beyond the others."""
+    right, wrong = (
+        [float(s["reward"]) for s in run.samples if (s in run.right) is whether and is_number(s.get("reward"))]
+        for whether in (True, False)
+    )
+    if min(len(right), len(wrong)) > 4 and max(right) < median(wrong):
+        examples = (sample for sample in run.right if is_number(sample.get("reward")))
+        yield _cause("right-punished", CERTAIN, run.show(*examples), right=fmean(right), wrong=fmean(wrong))
     same = defaultdict[Any, list[Mapping[str, Any]]](list)
     for sample in (sample for group in run.groups for sample in group):
         same[sample.get("step"), sample.get("id"), sample.get("response")].append(sample)
@@ -428,8 +446,15 @@ def evaluation_differs(run: RunRecords) -> Iterator[Cause]:
     for place, these, others in (("of training", ours, asked), ("held out", theirs, known)):
         words = frozenset.intersection(*these) - others if others and len(these) > 5 else ()
         facts += [f"{' '.join(sorted(words))!r} is in all prompts {place}, and in no other"] if words else []
+    told = [
+        fmean([has_answer({**sample, "response": sample.get("prompt")}) for sample in some]) if some else 0.0
+        for some in (run.samples, run.eval_samples)
+    ]
+    if run.eval_samples and abs(told[0] - told[1]) > 0.5:
+        facts.insert(0, f"{told[0]:.0%} of the prompts of training contain their answer, and {told[1]:.0%} held out")
     if facts:
-        yield _cause("prompts-differ", LIKELY, *facts, run.show(*run.samples[:1]), run.show(*run.eval_samples[:1]))
+        sure = CERTAIN if abs(told[0] - told[1]) > 0.5 else LIKELY
+        yield _cause("prompts-differ", sure, *facts, run.show(*run.samples[:1]), run.show(*run.eval_samples[:1]))
         return
     name, _ = run.held_out
     if run.generalizes() or not run.evaluated or run.silent:
@@ -439,8 +464,10 @@ def evaluation_differs(run: RunRecords) -> Iterator[Cause]:
         facts.append(f"{name} is {run.evaluated[0]:.4g} in each of {len(run.evaluated)} evaluations")
         names = ("interfaces.reward.function", "evaluation.reward.function", "evaluation.role")
         facts += [f"{name}={run.setting(name)}" for name in names if run.setting(name)]
+    seen = Counter(word for words in ours for word in words)
+    alone = sum(number == 1 for number in seen.values()) / max(1, seen.total())  # also new, in another prompt of it
     new = sum(len(words - known) for words in theirs) / max(1, sum(map(len, theirs)))
-    if run.trains() and new > 0.2 and len(run.groups) > 5:
+    if run.trains() and new > 0.2 + 2 * alone and len(run.groups) > 5 and len(run.evaluated) > 2:
         facts.append(f"{new:.0%} of the words of the held-out prompts are in no sampled prompt of training")
     if facts:
         sure = CERTAIN if run.trains() else LIKELY

@@ -111,7 +111,7 @@ CASES = {
         [r | {"loss": 1 - r["step"] / 20, "eval/loss": 1 + r["step"] / 20} for r in history()],
         {"interfaces": {"actor": {"_target_": "sft"}}, "data": {"limit": 16}},
     ),
-    "reference": RunRecords(history(ref_kl=2.0), CONFIG),
+    "reference": RunRecords(history(ref_kl_per_sequence=2.0), CONFIG),
     "weight-decay": RunRecords(history(), config(models__actor__optimizer__weight_decay=30.0)),
     "untrained": RunRecords(history(trained_fraction=0.1), CONFIG),
     "vetoed": RunRecords(history(vetoed_steps=1.0), CONFIG),
@@ -144,6 +144,15 @@ CASES = {
                 samples("a", "b", reward=[0.0, 1.0], prompt="of {}?"), samples("a", "b", prompt="Say {}!"), strict=True
             )
             for sample in ([ours] if ours["step"] % 2 else [theirs])
+        ],
+    ),
+    "right-punished": RunRecords(
+        history(0.2, 0.2, zero_std_fraction=0.0),
+        CONFIG,
+        [
+            sample | {"answer": f"r{i}", "response": f"r{i}" if good else "w", "reward": 0.0 if good else 1.0}
+            for i, sample in enumerate(samples("a"))
+            for good in (True, False)
         ],
     ),
     "wrong-sign": RunRecords(
