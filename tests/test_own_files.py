@@ -271,4 +271,4 @@ def _writes(call: ast.Call) -> bool:
 
 def _is_keys(node: ast.expr) -> bool:
     """Return whether the argument of a `rename` is a mapping of keys: of a SequenceSample, not of a Path."""
-    return isinstance(node, ast.Name) and node.id in ("known", "GIVEN", "OTHER")
+    return isinstance(node, ast.Name) and node.id in ("known", "GIVEN", "_OTHER")
