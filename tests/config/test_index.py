@@ -20,7 +20,13 @@ SHIPPED = [indexed(path) for path in index._shipped()["classes"]]
 def test_the_index_tells_what_the_imported_classes_tell():
     assert len(SHIPPED) > 150
     for cls in SHIPPED:
-        assert vars(cls) == vars(described(object_at(cls.path)))
+        assert _told(cls) == _told(described(object_at(cls.path)))
+
+
+def _told(cls):
+    """Return what is known about a class. Python caches a union and an equal one in another order as the same."""
+    fields = {x: field._replace(types=sorted(field.types, key=repr)) for x, field in cls.fields.items()}
+    return vars(cls) | {"fields": fields}
 
 
 def test_every_root_is_in_the_index_and_every_shipped_word_has_one_class():
