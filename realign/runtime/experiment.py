@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -106,8 +107,16 @@ class Experiment(RunSettings):
         self._check_names()
         # What follows may happen again: `dataclasses.replace` then changes nothing but its arguments.
         self.graph = dataclasses.replace(self.graph, sync={**self.graph.sync, **self.sync})
+        given = self.models
         self.interfaces, self.models, filled = with_default_roles(self.graph, self.interfaces, self.models)
         self.filled_roles = {**self.filled_roles, **filled}
+        for role in (role for role in given if role not in self.roles):
+            added = [other for other in self.models if other not in given]
+            if near := difflib.get_close_matches(role, added, n=1, cutoff=0.5):  # `reference` for `ref`
+                raise ConfigError(
+                    f"models.{role}: nothing uses a model of this name, and {near[0]} is filled in by default "
+                    f"({filled[near[0]]}). Set models.{near[0]} instead, or remove models.{role}."
+                )
         self._share_tokenizer()
 
     @override
