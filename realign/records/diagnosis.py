@@ -409,13 +409,13 @@ def _ends_right(sample: Mapping[str, Any]) -> bool:
 
 def rewards_apart(run: RunRecords) -> Iterator[Cause]:
     """Look for rewards that differ for the same response, that punish right ones, or that are far beyond the others."""
-    right, wrong = (
-        [float(s["reward"]) for s in run.samples if (s in run.right) is whether and is_number(s.get("reward"))]
-        for whether in (True, False)
-    )
+    answered = {id(sample) for sample in run.right}
+    # later, what a reward pays for may have led to long or short responses, right or not
+    rated = [s for s in run.samples if is_number(s.get("reward")) and (s.get("step") or 0) <= run.last // 4]
+    right, wrong = ([s["reward"] for s in rated if (id(s) in answered) is whether] for whether in (True, False))
     if min(len(right), len(wrong)) > 4 and max(right) < median(wrong):
-        examples = (sample for sample in run.right if is_number(sample.get("reward")))
-        yield _cause("right-punished", CERTAIN, run.show(*examples), right=fmean(right), wrong=fmean(wrong))
+        shown = run.show(*(s for s in rated if id(s) in answered))
+        yield _cause("right-punished", CERTAIN, shown, right=fmean(right), wrong=fmean(wrong))
     same = defaultdict[Any, list[Mapping[str, Any]]](list)
     for sample in (sample for group in run.groups for sample in group):
         same[sample.get("step"), sample.get("id"), sample.get("response")].append(sample)
@@ -446,15 +446,15 @@ def evaluation_differs(run: RunRecords) -> Iterator[Cause]:
     for place, these, others in (("of training", ours, asked), ("held out", theirs, known)):
         words = frozenset.intersection(*these) - others if others and len(these) > 5 else ()
         facts += [f"{' '.join(sorted(words))!r} is in all prompts {place}, and in no other"] if words else []
-    told = [
-        fmean([has_answer({**sample, "response": sample.get("prompt")}) for sample in some]) if some else 0.0
+    told, told_held_out = (
+        fmean([has_answer({**sample, "response": sample.get("prompt")}) for sample in some] or [0.0])
         for some in (run.samples, run.eval_samples)
-    ]
-    if run.eval_samples and abs(told[0] - told[1]) > 0.5:
-        facts.insert(0, f"{told[0]:.0%} of the prompts of training contain their answer, and {told[1]:.0%} held out")
+    )
+    leaks = bool(run.eval_samples) and told > told_held_out + 0.5
+    facts += [f"{told:.0%} of the prompts of training contain their answer, and {told_held_out:.0%} held out"] * leaks
     if facts:
-        sure = CERTAIN if abs(told[0] - told[1]) > 0.5 else LIKELY
-        yield _cause("prompts-differ", sure, *facts, run.show(*run.samples[:1]), run.show(*run.eval_samples[:1]))
+        shown = run.show(*run.samples[:1]), run.show(*run.eval_samples[:1])
+        yield _cause("prompts-differ", CERTAIN if leaks else LIKELY, *facts, *shown)
         return
     name, _ = run.held_out
     if run.generalizes() or not run.evaluated or run.silent:
