@@ -146,7 +146,11 @@ class RunRecords:
         reward = max(rewards[0], fmean(rewards[: max(3, len(self.steps) // 4)])) if rewards else math.nan
         before = self.evaluated[0] if self.evaluated else math.nan
         lengths = [sum(record.get("given") or ()) + record.get("start", 0) for record in self.tokens]
+        coef, place = (self.setting(f"interfaces.actor.kl.{key}") for key in ("coef", "place"))
+        # in the loss, a penalty competes with normalized advantages, of size 1
+        worth = 1.0 if place == "loss" else max(self.rewards, default=0.0) - min(self.rewards, default=0.0)
         return {
+            "nat_price": coef / worth if is_number(coef) and place in ("reward", "loss") and worth else math.nan,
             "steps_done": float(self.last),
             "trend": float(self.trains() - self.trains(-1)),
             "held_out_count": float(len(self.evaluated)),

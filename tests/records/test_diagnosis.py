@@ -248,6 +248,17 @@ def test_a_reward_that_falls_with_the_policy_does_not_break_and_rows_that_fail_b
     assert diagnose(RunRecords(history(0.2, 0.9), CONFIG, chance)).causes == ()
 
 
+@pytest.mark.parametrize("scale", [0.01, 1.0, 100.0])
+def test_a_penalty_is_compared_with_the_rewards_whatever_their_scale(scale):
+    rated = samples("a", "b", reward=[0.0, scale])
+    for coef, accused in ((0.1, False), (20.0, True)):
+        settings = config(interfaces__actor__kl__coef=coef * scale, interfaces__actor__kl__place="reward")
+        causes = [
+            cause.name for cause in diagnose(RunRecords(history(0.2 * scale, 0.2 * scale), settings, rated)).causes
+        ]
+        assert ("kl-too-strong" in causes) is accused
+
+
 def test_seeds_disagree_if_only_some_learn():
     good, bad = (RunRecords(history(0.2, 0.2, held), CONFIG) for held in ((0.2, 0.4, 0.6, 0.8, 0.9), FLAT))
     cause = seeds_disagree({"1": good, "2": bad})
