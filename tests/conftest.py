@@ -9,7 +9,6 @@ import sys
 from collections import Counter
 from collections.abc import Generator, Iterator
 from pathlib import Path
-from typing import Any
 
 import hypothesis
 import pytest
@@ -94,37 +93,6 @@ def blank_curves() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(training, "draw_curves", lambda phases, path, **_: path.write_bytes(b"\x89PNG\r\n\x1a\n"))
         yield
-
-
-@pytest.fixture(autouse=True, scope="session")
-def probed_once() -> Iterator[None]:
-    """Probe models of one architecture in fp32 once per process. Tests build thousands of engines over the same few,
-    and the probe takes most of the time of that. Broken models need it: their tests take the fixture `probed`."""
-    from realign.models.network import abilities
-
-    passed: set[object] = set()
-
-    def probe(model: Any, head: Any, **settings: Any) -> None:
-        hooked = any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-        shapes = tuple((name, parameter.shape) for name, parameter in model.named_parameters())
-        config = vars(model.config) | {"_name_or_path": ""}
-        key = type(model), type(head), shapes, repr(config), repr(settings)
-        if hooked or settings["autocast"] or key not in passed:
-            original(model, head, **settings)
-        passed.add(key)
-
-    original = abilities.probe
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(abilities, "probe", probe)
-        yield
-
-
-@pytest.fixture
-def probed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let every engine of this test probe its model."""
-    from realign.models.network import abilities, probe
-
-    monkeypatch.setattr(abilities, "probe", probe.probe)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -56,7 +56,6 @@ def logprobs(engine, data):
     return out["logprobs"]
 
 
-@pytest.mark.usefixtures("probed")
 @pytest.mark.parametrize("family", [*FAMILIES, *OTHERS])
 def test_every_family_passes_its_probe(family):
     engine = tiny_engine(family)
@@ -80,7 +79,6 @@ def test_families_with_attention_of_their_own_run_unpacked_and_say_so(tmp_path, 
     torch.testing.assert_close(logprobs(engine, data)[1:], want[torch.arange(5), ids[1:]], atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.usefixtures("probed")
 def test_probe_refuses_logits_that_the_config_does_not_explain():
     module = tiny_model("llama")
     module.lm_head.register_forward_hook(lambda layer, inputs, out: out * 1.01)
@@ -88,7 +86,6 @@ def test_probe_refuses_logits_that_the_config_does_not_explain():
         tiny_engine_of(module)
 
 
-@pytest.mark.usefixtures("probed")
 def test_a_model_whose_positions_do_not_restart_runs_unpacked():
     module = tiny_model("gpt2")
     module.transformer.register_forward_pre_hook(

@@ -278,7 +278,6 @@ def test_a_kernel_that_aligns_queries_with_the_first_keys_shares_nothing(monkeyp
     assert "cannot share prompts in bfloat16: hidden states differ by" in caplog.text
 
 
-@pytest.mark.usefixtures("probed")
 def test_the_probe_refuses_shared_keys_that_are_lost(monkeypatch):
     monkeypatch.setattr("realign.models.network.attention._join_pieces", lambda pieces, before, own: pieces[own])
     with pytest.raises(ConfigError, match=r"'llama' cannot share prompts: .* Set shared_prompts=off"):
