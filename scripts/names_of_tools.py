@@ -119,7 +119,7 @@ def _nested(classes: Mapping[str, Any], name: str, prefix: str = "") -> Iterator
 def problems_of(tool: str, folder: Path) -> list[str]:
     """Return a line for each name without a translation or an answer, and for each default that has changed."""
     rules = read_own_yaml(RULES / f"{tool}.yaml")
-    named, lines = settings_of_rules(rules), []
+    named, lines = settings_of_rules(tool), []
     patterns = [x for entry in rules["bookkeeping"] for x in (entry if isinstance(entry, list) else entry["names"])]
     patterns += rules["neutral"]
     patterns += [x for entry in rules["recognize"] for x in entry.get("has", ()) if "refuse" in entry]

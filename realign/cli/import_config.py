@@ -17,7 +17,7 @@ import shlex
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -28,7 +28,9 @@ import yaml
 from realign.cli.import_readers import DEEPEST, LONGEST_VALUE, Source, evaluate, read_sources, with_numbers
 from realign.config.aliases import plain, read_own_yaml, tables, translate_each
 from realign.config.command_line import prepare, quote_text
+from realign.config.composition import Composed, compose_layers
 from realign.config.errors import ConfigError, join_messages, suggest
+from realign.config.trees import get
 from realign.errors import RealignError
 from realign.own_files import replace_text
 from realign.safe_yaml import load_yaml
@@ -39,6 +41,8 @@ RULES = Path(__file__).parents[1] / "config" / "imports"
 REFEREE = Path(__file__).parents[2] / "benchmarks" / "referee"
 _USAGE = "realign import trl|verl|openrlhf|areal [FILE | -] [SETTING ...] [--out experiment.yaml]"
 _WIDTH = 116
+_FILES = ("experiment", "algorithm")
+"""Groups whose files a command chooses."""
 _MANY = 3
 """How many times as many settings of another tool a config has before it is that tool's."""
 
@@ -132,7 +136,14 @@ def translate_source(tool: str, source: Source, kind: str = "") -> Imported:
         title, [], loss, proof, by_hand=[*source.notes, *(f"{name}: {why}" for name, why in unread.items())]
     )
     imported.fates = dict.fromkeys(unread, "by hand")
-    own, fates = _apply(parts, settings, {*canonical}, unknown, imported)
+    own, fates, of_defaults = _apply(parts, settings, {*canonical}, unknown, imported)
+    first = {key: own[key] for key in _FILES if key in own}
+    files = compose_layers(_words(first))
+    imported.assumed = [
+        f"{key}={own[key]}"
+        for key in of_defaults
+        if key not in first and not _same(get(files.tree, tuple(key.lstrip("+").split("."))), own[key])
+    ]
     aliases = _aliases(source.settings, rules)
     typed_as = {new: old for old, new in aliases.items() if new in canonical and old not in canonical}
     waiting = {}
@@ -151,9 +162,8 @@ def translate_source(tool: str, source: Source, kind: str = "") -> Imported:
             imported.fates[given] = "bookkeeping"
         else:
             waiting[given] = f"{name}={_text(value)}"
-    _add_waiting(waiting, own, dict(_pairs(chosen.get("missing", ()))), rules, imported)
-    first = {key: own[key] for key in ("experiment", "algorithm") if key in own}
-    imported.overrides = [f"{key}={value}" for key, value in (first | own).items()]
+    _add_waiting(waiting, own, files, dict(_pairs(chosen.get("missing", ()))), rules, imported)
+    imported.overrides = _words(first | own)
     return imported
 
 
@@ -163,8 +173,11 @@ def _apply(
     given: set[str],
     unknown: set[str],
     imported: Imported,
-) -> tuple[dict[str, str], dict[str, str]]:
-    """Apply the rules, and return the overrides and what became of each setting that a rule names.
+) -> tuple[dict[str, str], dict[str, str], list[str]]:
+    """Apply the rules.
+
+    Returns:
+        The overrides, what became of each setting that a rule names, and the keys that follow from defaults alone.
 
     Args:
         parts: Lists of rules and formulas.
@@ -204,33 +217,13 @@ def _apply(
         if names or (rule.get("set") and not {"refuse", "hand"} & {*rule}):
             for name in names | _deep(conditions, formulas):
                 fates[name] = "command" if fates.get(name) == "by hand" else fates.get(name, "command")
-    usual = _usual_values(own)
-    imported.assumed = [
-        f"{key}={own[key]}"
-        for key in dict.fromkeys(of_defaults)
-        if key not in ("experiment", "algorithm") and not _same(usual(key), own[key])
-    ]
-    return own, fates
-
-
-def _usual_values(own: Mapping[str, str]) -> Any:
-    """Return a function that gives the value that a key has without the overrides."""
-    from realign.config.composition import compose_raw
-
-    tree = compose_raw([f"{key}={own[key]}" for key in ("experiment", "algorithm") if key in own])
-
-    def usual(key: str) -> Any:
-        node: Any = tree
-        for name in key.lstrip("+").split("."):
-            node = node.get(name) if isinstance(node, Mapping) else None
-        return node
-
-    return usual
+    return own, fates, list(dict.fromkeys(of_defaults))
 
 
 def _add_waiting(
     waiting: Mapping[str, str],
     own: dict[str, str],
+    files: Composed,
     missing: Mapping[str, str],
     rules: Mapping[str, Any],
     imported: Imported,
@@ -240,58 +233,59 @@ def _add_waiting(
     Args:
         waiting: `NAME=VALUE` by the name of the setting as it is given.
         own: The command, which gets the overrides.
+        files: The files that the command chooses, without its other overrides.
         missing: Placeholders of keys that a command needs.
         rules: Of the tool.
         imported: Gets the lines for the user.
     """
-    extras, read = dict[str, dict[str, str]](), settings_of_rules(rules)
+    extras, read = dict[str, dict[str, str]](), settings_of_rules(rules["tool"].lower())
     missing = {key: value for key, value in missing.items() if key.rpartition(".")[0] not in own}
-    base = [f"{key}={value}" for key, value in (missing | own).items()]
-    for name, found in translate_each(waiting, prepare(base), rules["tool"]).items():
+    base = _words(missing | own)
+    composed = files.again(base)
+    for name, found in translate_each(waiting, composed.tree, rules["tool"]).items():
         if found == f"{name}: not known to realign" and waiting[name].partition("=")[0] in read:
             found = []
         if isinstance(found, str):
             imported.by_hand.append(found)
         elif found:
-            extras[name] = {key: value for key, value in _pairs(found) if key not in own}
+            if extra := {key: value for key, value in _pairs(found) if key not in own}:
+                extras[name] = extra
             if differing := [key for key, value in _pairs(found) if not _same(own.get(key, value), value)]:
                 set_already = ", ".join(f"{key}={own[key]}" for key in differing)
                 found = f"{waiting[name]}: the command has {set_already} from other settings"
                 imported.by_hand.append(found)
         imported.fates[name] = "by hand" if isinstance(found, str) else "command" if found else "bookkeeping"
     together = {key: value for extra in extras.values() for key, value in extra.items()}
-    if not together:
-        _check(base)
-    elif _problem([*base, *(f"{key}={value}" for key, value in together.items())]) is not None:
+    if not together or _problem(composed, [*base, *_words(together)]) is not None:
+        _check(composed)
         together = {}
-        _check(base)
         for name, extra in extras.items():  # one of them at least, so each on its own
-            problem = _problem([*base, *(f"{key}={value}" for key, value in (together | extra).items())])
+            problem = _problem(composed, [*base, *_words(together | extra)])
             if problem is None:
                 together |= extra
             else:
                 imported.by_hand.append(f"{name}: {problem}")
                 imported.fates[name] = "by hand"
     own |= together
-    if left := [f"{key}={value}" for key, value in missing.items() if key not in own]:
+    if left := _words({key: value for key, value in missing.items() if key not in own}):
         own |= dict(_pairs(left))
         imported.by_hand.append(f"{', '.join(left)}: yours to fill in, since the config doesn't say it")
 
 
-def _problem(overrides: Sequence[str]) -> str | None:
+def _problem(composed: Composed, overrides: Sequence[str]) -> str | None:
     try:
-        _check(overrides)
+        _check(composed.again(overrides))
     except RealignError as error:
         return str(error)
     return None
 
 
-def _check(overrides: Sequence[str]) -> None:
-    """Compose and build, so that the printed command is valid."""
-    from realign.config import build_experiment, compose
+def _check(composed: Composed) -> None:
+    """Build the experiment, so that the printed command is valid."""
+    from realign.config import build_experiment
     from realign.runtime.checks.parts import check_parts
 
-    check_parts(build_experiment(compose(prepare(overrides))))
+    check_parts(build_experiment(composed.resolve()))
 
 
 # Recognition
@@ -336,7 +330,7 @@ def _recognized(rules: Mapping[str, Any], settings: Mapping[str, Any], source: S
     Raises:
         ConfigError: realign has no such experiment, nothing says what it is, or it is another tool's.
     """
-    counts = {tool: len(settings_of_rules(_rules(tool)) & {*source.settings}) for tool in _tools()}
+    counts = {tool: len(settings_of_rules(tool) & {*source.settings}) for tool in _tools()}
     tool = max(counts, key=lambda name: counts[name])
     if counts[tool] > _MANY * max(1, counts[rules["tool"].lower()]):
         known = f"{counts[tool]} of these settings are {_rules(tool)['tool']}'s"
@@ -365,7 +359,8 @@ def _recognized(rules: Mapping[str, Any], settings: Mapping[str, Any], source: S
             if "refuse" in entry:
                 raise ConfigError(f"{rules['tool']}, recognized by {found}: {plain(entry['refuse'])}")
             return entry["kind"], f"recognized by {found}"
-    if not any(name in settings_of_rules(rules) or _is_bookkeeping(rules, name, settings) for name in settings):
+    read = settings_of_rules(rules["tool"].lower())
+    if not any(name in read or _is_bookkeeping(rules, name, settings) for name in settings):
         raise ConfigError(f"{rules['tool']} has none of these settings, so this is no config of its training")
     kinds = [f"{rules['tool'].lower()}-{kind}" for kind in rules["kinds"]]
     example = f"`realign import {kinds[0]} FILE`"
@@ -439,8 +434,10 @@ def _same(found: Any, value: Any) -> bool:
         return str(found).lower() == str(value).lower()
 
 
-def settings_of_rules(rules: Mapping[str, Any]) -> set[str]:
+@cache
+def settings_of_rules(tool: str) -> Set[str]:
     """Return all settings of a tool that its rules read."""
+    rules = _rules(tool)
     parts = [*rules.get("parts", {}).values(), *rules["kinds"].values()]
     formulas = {name: str(x) for part in parts for name, x in part.get("let", {}).items()}
     named = {name for part in parts for name in part.get("defaults", {})} | {*rules.get("aliases", {})}
@@ -494,6 +491,10 @@ def _text(value: Any) -> str:
         return f"{{{', '.join(f'{key}: {_text(item)}' for key, item in value.items())}}}"
     text = f"{value:g}" if isinstance(value, float) and value == float(f"{value:g}") else str(value)
     return text if re.fullmatch(r"[\w@./:+-]*", text) else quote_text(text)
+
+
+def _words(pairs: Mapping[str, str]) -> list[str]:
+    return [f"{key}={value}" for key, value in pairs.items()]
 
 
 def _pairs(words: Iterable[str]) -> Iterator[tuple[str, str]]:
@@ -553,7 +554,7 @@ def experiment_text(imported: Imported) -> str:
     """Return the command as an experiment file."""
     layers, overridden, values = list[str](), list[str](), dict[str, Any]()
     for key, text in _pairs(imported.overrides):
-        if key in ("experiment", "algorithm"):
+        if key in _FILES:
             layers.append(f"/{key}/{text}")
             continue
         if key in ("rollout", "runtime"):

@@ -227,18 +227,17 @@ def translate(overrides: Sequence[str], config_dir: Path | str | None = None, ba
     return _Translated([word for i, given in enumerate(overrides) for word in new.get(i, [given])], notes, composed)
 
 
-def translate_each(words: Mapping[str, str], base: Sequence[str], tool: str) -> dict[str, list[str] | str]:
+def translate_each(words: Mapping[str, str], config: Mapping[str, Any], tool: str) -> dict[str, list[str] | str]:
     """Return what names of one tool are in an experiment.
 
     Args:
         words: `NAME=VALUE` by any label.
-        base: Overrides that choose the experiment, and what goes before.
+        config: The experiment, composed without these words.
         tool: Whose names they are.
 
     Returns:
         For each label the overrides, none if the setting is to be left out, or a message that says what to set.
     """
-    tree = _compose(base, None, None).tree
     found: dict[str, list[str] | str] = {}
     for label, word in words.items():
         entries = tuple(entry for entry in _entries_of(word) if entry[1].tool in (tool, ""))
@@ -252,7 +251,7 @@ def translate_each(words: Mapping[str, str], base: Sequence[str], tool: str) -> 
             found[label] = []
             continue
         try:
-            found[label] = _replace(word, rows, tree)
+            found[label] = _replace(word, rows, config)
         except ConfigError as error:
             found[label] = str(error)
     return found
