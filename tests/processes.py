@@ -19,6 +19,7 @@ import torch
 
 from realign.cli import commands as cli
 from realign.config.files import experiments_dir
+from realign.config.index import class_at
 
 CHECKOUT = experiments_dir().parent
 FORKS = multiprocessing.get_context("forkserver")
@@ -103,6 +104,8 @@ def python(code: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]
 
 def printed_without(modules: set[str], words: list[str], here) -> str:
     """Return the output of a command line. The command must not import any of the modules."""
+    # after a change of its source, realign reads its classes again, for which it imports all
+    class_at("realign.interfaces.grpo.GRPOActorInterface")
     code = (
         f"import sys; from realign.cli.commands import main; code = main({words!r})\n"
         f"sys.exit(code or bool({modules!r} & set(sys.modules)))"

@@ -297,16 +297,15 @@ class HeadGradients:
             grad_CV = grad_CV.mul_(cap_slope_CV)
         if self.bias_V is not None:
             self.bias_V += grad_CV.sum(0)
-        count = len(grad_CV)
+        low_CV = grad_CV = grad_CV.to(weight_VH.dtype)
         if self._rounded is not None:
             weight_VH = self._rounded.backward_MK
         if self._rounded is not None and weight_VH.dtype == torch.bfloat16:
-            grad_CV, hidden_CH = round_rows(grad_CV), round_rows(hidden_CH)
-        else:
-            grad_CV = grad_CV.to(weight_VH.dtype)
+            low_CV = round_rows(grad_CV)
         if self.hidden_NH is not None:
-            self.hidden_NH[rows] = (grad_CV @ weight_VH)[:count].to(self.hidden_NH.dtype)
-        # addmm_ adds in place, without a temporary [V, H], but needs equal dtypes.
+            self.hidden_NH[rows] = (low_CV @ weight_VH)[: len(grad_CV)].to(self.hidden_NH.dtype)
+        # addmm_ adds in place, without a temporary [V, H], but needs equal dtypes. For a chunk of a
+        # rounded head, the temporary would take longer than the product in fp32.
         if self.weight_VH is not None and self.weight_VH.dtype == grad_CV.dtype:
             self.weight_VH.addmm_(grad_CV.t(), hidden_CH)
         elif self.weight_VH is not None:

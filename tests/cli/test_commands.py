@@ -43,6 +43,13 @@ def test_help_lists_commands_and_experiments_without_torch_or_hydra(here):
     assert re.search(r"^  bigram +A bigram model learns to say 3\.$", out, re.M)
 
 
+@pytest.mark.parametrize(("own", "used"), [(None, "1"), ("0", "0")])
+def test_torch_uses_large_pages_unless_the_user_says_otherwise(own, used, monkeypatch):
+    monkeypatch.setattr(os, "environ", {} if own is None else {"THP_MEM_ALLOC_ENABLE": own})
+    cli.configure_allocators()
+    assert os.environ["THP_MEM_ALLOC_ENABLE"] == used
+
+
 def test_a_config_is_composed_without_torch(here):
     out = printed_without({"torch", "transformers"}, ["--cfg", "job", "experiment=grpo_arithmetic"], here)
     assert "realign.interfaces.grpo.GRPOActorInterface" in out

@@ -72,9 +72,9 @@ class StoredWeight(NamedTuple):
     @classmethod
     def of(cls, weight_MK: Tensor, library: ctypes.CDLL, form: Form) -> StoredWeight:
         """Return a weight's current values."""
-        weight_KM = weight_MK.detach().t()
-        inputs, outputs = weight_KM.shape
-        values = weight_KM if form is Form.floats else weight_KM.to(torch.bfloat16)
+        weight_MK = weight_MK.detach()
+        outputs, inputs = weight_MK.shape
+        values = (weight_MK if form is Form.floats else weight_MK.to(torch.bfloat16)).t()
         if form is Form.tiles:
             missing = -inputs % _TILES, -outputs % _TILES
             if any(missing):  # `pad` always copies
