@@ -149,7 +149,10 @@ def small_model(
 @torch.no_grad()
 def probe_head(model: Any, head: LMHead | ScalarHead) -> None:
     """Check the head of a model that runs unpacked; see `probe`."""
-    _probe_head(model, head, *_alone(model, _random_ids(model)))
+    ids_T = _random_ids(model)
+    _, own = _alone(model, ids_T)
+    # The body called as realign calls it, which may be otherwise than the model does. `probe` runs it packed.
+    _probe_head(model, head, _bodies(model, ids_T), own)
 
 
 @torch.no_grad()
@@ -208,9 +211,16 @@ def _probe_decoding(model: Any, ids_T: Tensor, alone_TH: Tensor, family: str) ->
 
 def _alone(model: Any, ids_T: Tensor) -> tuple[Tensor, Tensor]:
     """Return the hidden states [T, H] and the outputs of the model's head, with a pass for each sequence."""
-    hidden = [_hidden(model, input_ids=x[None], use_cache=False) for x in ids_T.split(LENGTHS)]
-    own = [model(input_ids=x[None], use_cache=False).logits.flatten(0, -2) for x in ids_T.split(LENGTHS)]
-    return torch.cat(hidden), torch.cat(own)
+    hidden: list[Tensor] = []
+    with read_body(model).register_forward_hook(lambda *call: hidden.append(call[-1].last_hidden_state[0])):
+        own = [model(input_ids=x[None], use_cache=False).logits.flatten(0, -2) for x in ids_T.split(LENGTHS)]
+    # opt calls a part of its body only
+    return torch.cat(hidden) if hidden else _bodies(model, ids_T), torch.cat(own)
+
+
+def _bodies(model: Any, ids_T: Tensor) -> Tensor:
+    """Return the hidden states [T, H] of the model without its head, with a pass for each sequence."""
+    return torch.cat([_hidden(model, input_ids=x[None], use_cache=False) for x in ids_T.split(LENGTHS)])
 
 
 def _probe_head(model: Any, head: LMHead | ScalarHead, alone_TH: Tensor, own: Tensor) -> None:
