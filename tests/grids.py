@@ -19,19 +19,15 @@ def pairwise(*axes: Sequence[Any]) -> list[Any]:
     Most errors depend on one or two settings, so these combinations detect nearly all that the whole grid detects.
     """
     sizes = [range(len(axis)) for axis in axes]
-    missing = {(a, b, i, j) for a, b in itertools.combinations(range(len(axes)), 2) for i in sizes[a] for j in sizes[b]}
-
-    def pairs(cell: tuple[int, ...]) -> set[tuple[int, int, int, int]]:
-        return {(a, b, cell[a], cell[b]) for a, b in itertools.combinations(range(len(axes)), 2)} & missing
-
-    chosen = set()
+    pairs = {cell: {*itertools.combinations(enumerate(cell), 2)} for cell in itertools.product(*sizes)}
+    missing, chosen = set().union(*pairs.values()), set()
     while missing:
-        best = max(itertools.product(*sizes), key=lambda cell: len(pairs(cell)))
-        missing -= pairs(best)
+        best = max(pairs, key=lambda cell: len(pairs[cell] & missing))
+        missing -= pairs[best]
         chosen.add(best)
     return [
         pytest.param(*(axis[i] for axis, i in zip(axes, cell, strict=True)), marks=() if cell in chosen else REST)
-        for cell in itertools.product(*sizes)
+        for cell in pairs
     ]
 
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 
 from realign.api import MicroBatchSpec
 from realign.cli import commands as cli
 from realign.config import ConfigError, build_experiment, compose
+from realign.config.aliases import read_own_yaml
 from realign.config.construct import import_target
 from realign.config.experiment import as_node, resolve_config
 from realign.config.files import experiments_dir, list_algorithms, list_experiments
@@ -48,7 +48,7 @@ INHERENT = {
 
 def template(group: str, name: str) -> dict[str, Any]:
     """Return a shipped file as plain values, merged over the files that its defaults name."""
-    own = yaml.safe_load((experiments_dir() / group / f"{name}.yaml").read_text(encoding="utf-8"))
+    own = read_own_yaml(experiments_dir() / group / f"{name}.yaml")
     spell_out(own)
     bases = [base for base in own.pop("defaults", []) if isinstance(base, str) and base != "_self_"]
     return reduce(merged, [*(template(group, base) for base in bases), own])

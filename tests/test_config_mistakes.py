@@ -14,16 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from realign.cli import main
+from realign.config.aliases import read_own_yaml
 from realign.config.files import experiments_dir
 from realign.data import PreferenceData, PromptData, SupervisedData
 from realign.engines import TransformersModel
 from realign.engines.training.transformers_engine import TransformersEngine
 from tests.tiny import save_tiny
 
-TABLE: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("config_mistakes.yaml").read_text(encoding="utf-8"))
+TABLE: dict[str, Any] = read_own_yaml(Path(__file__).with_name("config_mistakes.yaml"))
 ROWS: list[dict[str, Any]] = TABLE["mistakes"]
 
 

@@ -14,13 +14,12 @@ import yaml
 
 from realign.api import MicroBatchSpec, Model, SequenceSample
 from realign.config import build_experiment, compose
+from realign.config.aliases import read_own_yaml
 from realign.config.files import experiments_dir, list_experiments
 from realign.testing import BigramEngine
 from tests.config_parts import MUST_BE_GIVEN
 
-TABLE: dict[str, dict[str, Any]] = yaml.safe_load(
-    (Path(__file__).parent / "preset_sources.yaml").read_text(encoding="utf-8")
-)
+TABLE: dict[str, dict[str, Any]] = read_own_yaml(Path(__file__).with_name("preset_sources.yaml"))
 NOT_CONSTANTS = {"_target_", "path", "function", "of", "name", "defaults"}
 """Last parts of keys that name classes, files and roles."""
 

@@ -22,7 +22,7 @@ from realign.data import PromptData
 from realign.engines import OptimizerSpec, TransformersModel
 from realign.errors import RealignError, SettingsError
 from realign.interfaces.environment import EnvironmentInterface
-from realign.settings import Auto, Count, Fraction, Range, Settings, check_value, choices_of, members_of
+from realign.settings import Auto, Count, Fraction, Range, Settings, check_value, choices_of, hints_of, members_of
 
 
 def settings_classes() -> list[type[Settings]]:
@@ -43,9 +43,7 @@ def settings_classes() -> list[type[Settings]]:
 
 CLASSES = settings_classes()
 FIELDS = [
-    (cls, field.name, get_type_hints(cls, include_extras=True)[field.name])
-    for cls in CLASSES
-    for field in dataclasses.fields(cls)
+    (cls, field.name, hints_of(cls, extras=True)[field.name]) for cls in CLASSES for field in dataclasses.fields(cls)
 ]
 
 

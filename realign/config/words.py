@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from functools import cache
 from types import MappingProxyType
 from typing import Any, TypeGuard
 
@@ -36,6 +37,7 @@ ENDINGS: Mapping[str, str] = MappingProxyType(
 file: an algorithm is called like its file. The words of the others lack this ending."""
 
 
+@cache
 def snake_case(name: str) -> str:
     """Return the word of a class: `GroupRelative` -> group_relative, `KLPenalty` -> kl_penalty, `LoRA` -> lora."""
     for written, word in _ONE_WORD.items():

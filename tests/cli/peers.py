@@ -13,12 +13,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from realign.config.aliases import read_own_yaml
 from realign.interfaces.components import GroupRelative, Normalization
 from realign.runtime import Experiment
 
-DEFAULTS = yaml.safe_load(Path(__file__).with_name("peer_defaults.yaml").read_text(encoding="utf-8"))
+DEFAULTS = read_own_yaml(Path(__file__).with_name("peer_defaults.yaml"))
 Meaning = dict[str, Any]
 _AGGREGATIONS = {"token-mean": "TokenMean", "seq-mean-token-mean": "SeqMeanTokenMean"}
 _AGGREGATIONS |= {"seq-mean-token-sum": "SeqMeanTokenSum"}

@@ -26,6 +26,7 @@ from realign.cli.commands import main
 from realign.cli.import_config import RULES, experiment_text, translate_config, translate_source
 from realign.cli.import_readers import Source, read_sources
 from realign.config import build_experiment, compose
+from realign.config.aliases import read_own_yaml
 from realign.config.command_line import prepare
 from realign.config.errors import ConfigError
 from realign.data.hub import is_hub_name
@@ -38,8 +39,8 @@ from tests.tiny import save_tiny, tiny_model, tiny_tokenizer
 
 TOOLS = sorted(path.stem for path in RULES.glob("*.yaml"))
 PAGE = Path(__file__).parents[2] / "docs" / "migration.md"
-PUBLISHED = yaml.load(Path(__file__).with_name("published.yaml").read_text(encoding="utf-8"), yaml.CSafeLoader)
-ROWS_OF = yaml.load(Path(__file__).with_name("published_rows.yaml").read_text(encoding="utf-8"), yaml.CSafeLoader)
+PUBLISHED = read_own_yaml(Path(__file__).with_name("published.yaml"))
+ROWS_OF = read_own_yaml(Path(__file__).with_name("published_rows.yaml"))
 BY_SOURCE = {config["source"]: config for config in PUBLISHED}
 LOSSES = [
     pytest.param(row, tool, id=f"{tool} {row}")

@@ -7,9 +7,9 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-import yaml
 
 from benchmarks.torture.faults import series_of
+from realign.config.aliases import read_own_yaml
 from realign.engines import OptimizerSpec
 from realign.interfaces.rule_reward import RuleRewardInterface
 from realign.run_settings import CheckpointSpec
@@ -17,9 +17,7 @@ from realign.run_settings import CheckpointSpec
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "robustness.md").read_text(encoding="utf-8")
 FAILURES, _, ATTACKS = PAGE.partition("\n## Attacks\n")
-TESTS: dict[str, dict[str, list[str]]] = yaml.safe_load(
-    (Path(__file__).parent / "robustness.yaml").read_text(encoding="utf-8")
-)
+TESTS: dict[str, dict[str, list[str]]] = read_own_yaml(Path(__file__).with_name("robustness.yaml"))
 """The tests of each failure on the page, by file."""
 
 

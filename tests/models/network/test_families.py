@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 
 from realign.api import GenerationConfig, MicroBatchSpec, SequenceSample
+from realign.config.aliases import read_own_yaml
 from realign.engines.training.transformers_engine import TransformersEngine
 from realign.errors import ConfigError
 from realign.models.network.attention import ATTENTION, use_attention
@@ -16,7 +16,7 @@ from realign.samplers.in_process.settings import InProcessSampling
 from tests.families import family_model
 from tests.tiny import VOCAB, tiny_tokenizer
 
-TABLE = yaml.safe_load((Path(__file__).parents[3] / "docs" / "supported-models.yaml").read_text(encoding="utf-8"))
+TABLE = read_own_yaml(Path(__file__).parents[3] / "docs" / "supported-models.yaml")
 QUICK = ("gpt_oss", "qwen3_5_text", "mpt", "roberta")
 """Families of the default run: packed, hybrid, unpacked and not supported."""
 OWN_GENERATE = ("moshi", "xlstm")
