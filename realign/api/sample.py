@@ -493,7 +493,7 @@ def _check_packed(key: str, x: object, lengths: object, ids: Sequence[Hashable])
         raise ValueError(f"the lengths of key {key!r} must be Lengths, found {type(lengths).__name__}")
     if len(lengths.counts) != len(ids):
         raise ValueError(f"key {key!r} has lengths of {len(lengths.counts)} prompts, expected {len(ids)} (ids)")
-    if (rows := len(x)) != lengths.total:
+    if (rows := x.shape[0]) != lengths.total:
         ends = lengths.starts[lengths.sequence_starts[1:]]
         first = int(np.searchsorted(ends, rows, side="right")) if rows < lengths.total else len(ids) - 1
         where = f". Id {ids[first]!r} should end at row {int(ends[first])}" if ids else ""

@@ -206,6 +206,9 @@ def _pearson(n: float, x: float, y: float, xx: float, yy: float, xy: float) -> f
     return (xy / n - (x / n) * (y / n)) / math.sqrt(variances[0] * variances[1])
 
 
+_SAFE = (torch.float32, torch.float64, torch.int64)
+
+
 def _as_stat(name: str, raw: Stat | tuple[Tensor, Tensor]) -> Stat:
     kind = type(raw) if isinstance(raw, Stat) else Mean
     if not isinstance(raw, tuple) or len(raw) != len(kind._fields):
@@ -213,17 +216,18 @@ def _as_stat(name: str, raw: Stat | tuple[Tensor, Tensor]) -> Stat:
             f"metric {name!r} must be Mean, Max, Min, Sum, Variance, Std, Correlation or (total, weight), "
             f"found {type(raw).__name__}"
         )
-    fields = [torch.as_tensor(x).detach() for x in raw]
     if kind is Trace:
-        return Trace(*fields)
-    for x in fields:
-        if x.numel() != 1:
-            raise ValueError(f"metric {name!r} must contain single numbers, found a tensor of shape {list(x.shape)}")
-    return kind(*(_wide(x.reshape(())) for x in fields))
+        return Trace(*(x.detach() for x in raw))
+    return kind(*(_number(name, torch.as_tensor(x)) for x in raw))
 
 
-def _wide(x: Tensor) -> Tensor:
-    """Cast to a dtype that is safe to sum: bools would be or-ed, and half precision would round."""
+def _number(name: str, x: Tensor) -> Tensor:
+    """Return a number without dimensions in a dtype that is safe to sum: bools would be or-ed, and fp16 would round."""
+    if x.numel() != 1:
+        raise ValueError(f"metric {name!r} must contain single numbers, found a tensor of shape {list(x.shape)}")
+    if x.dtype in _SAFE and not x.ndim and not x.requires_grad:  # most are, and each step merges hundreds
+        return x
+    x = x.detach().reshape(())
     if x.is_floating_point():
         return x.float() if x.itemsize < 4 else x
     return x.long()

@@ -71,8 +71,8 @@ def last_true(mask_T: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 def previous(x_T: Tensor, cu_seqlens: Tensor, fill: float) -> Tensor:
     """Return the value of the preceding slot in the sequence, and `fill` at first slots: [T], the dtype of `x_T`."""
-    _index_like(x_T, cu_seqlens)
-    return x_T.roll(1).masked_fill(position_ids(cu_seqlens) == 0, fill)
+    index_T = _index_like(x_T, cu_seqlens)
+    return x_T.roll(1).masked_fill(index_T.diff(prepend=index_T.new_full((1,), -1)) != 0, fill)
 
 
 def first_of_each(unit_N: Tensor, mask_N: Tensor) -> Tensor:
