@@ -29,14 +29,14 @@ from realign.records.evidence import (
     most_common,
     response_text,
 )
-from realign.records.record_files import METRICS, json_lines, yaml_object
+from realign.records.record_files import METRICS, first_object, json_lines, yaml_object
 from realign.safe_yaml import load_yaml
 from realign.text import shorten, visible
 
 PAGE = "docs/guides/why.md"
 MOST = 3
 """Number of causes that are shown."""
-PROVEN, CERTAIN, ALMOST, LIKELY, POSSIBLE = 0.95, 0.9, 0.89, 0.7, 0.4
+PROVEN, CERTAIN, LIKELY, POSSIBLE = 0.95, 0.9, 0.7, 0.4
 """How sure a cause is: a setting or a text proves it, numbers do, they fit hardly anything else, or just fit."""
 
 
@@ -84,7 +84,7 @@ def words_of_causes() -> Mapping[str, Any]:
 def _cause(name: str, sure: float, *facts: str, **values: Any) -> Cause:
     """Return a cause in the words of causes.yaml, with these values."""
     words = words_of_causes()[name]
-    settings = tuple(text.format_map(values) for text in words.get("try", ()))
+    settings = tuple(filter(None, (text.format_map(values) for text in words.get("try", ()))))
     return Cause(name, words["says"].format_map(values), tuple(filter(None, facts)), words["do"], sure, settings)
 
 
@@ -175,31 +175,15 @@ def records_of(folder: Path) -> RunRecords:
 def limits(run: RunRecords) -> Iterator[Cause]:
     """Compare settings, metrics and quantities with the limits that causes.yaml has."""
     for name, words in words_of_causes().items():
-        found = list[tuple[float, list[list[str]]]]()
-        for rule, sure in words.get("when", {}).items() if words.get("always") or not run.learns else ():
-            conditions = [text.split() for text in rule.split(" and ")]
-            if all(run.holds(*condition) for condition in conditions):
-                value, bound = (run.number(conditions[0][i]) for i in (0, 2))
-                far = not bound or (value != 0 and abs(math.log10(abs(value / bound))) >= 1)
-                is_setting = run.setting(conditions[0][0]) is not None
-                found.append((max(sure, ALMOST) if far and is_setting else sure, conditions))
-        if found:
+        rules = words.get("when", {}) if words.get("always") or not run.learns else {}
+        split = ((sure, [text.split() for text in rule.split(" and ")]) for rule, sure in rules.items())
+        if found := [rule for rule in split if all(run.holds(*condition) for condition in rule[1])]:
             sure, conditions = max(found)
-            key, sign, limit = conditions[0]
+            key, _, limit = conditions[0]
             shown = dict.fromkeys(x for x, *_ in conditions if x not in run.quantities and math.isfinite(run.number(x)))
-            facts = [f"{name}: {run.number(x):.4g}" for x in shown for name in [_in_words(x)]]
-            facts.append(run.show(*run.samples[-1:]))
+            facts = [*(f"{x.replace(':', ' ')}: {run.number(x):.4g}" for x in shown), run.show(*run.samples[-1:])]
             given = {"key": key, "value": run.number(key), "bound": run.number(limit), "more": 4 * run.number(key)}
-            given |= {"usual": "at most" if sign == ">" else "at least", **run.quantities}
-            yield _cause(name, sure, *facts, **given)
-
-
-def _in_words(condition: str) -> str:
-    """Return what a person calls the left side of a condition, such as `first:reward`."""
-    kind, _, name = condition.rpartition(":")
-    return {"": name, "first": f"{name} of the first step", "last": f"{name} of the last step"}.get(
-        kind, f"{kind} {name}"
-    )
+            yield _cause(name, sure, *facts, **given, **run.quantities)
 
 
 # --- what a text proves ---
@@ -214,17 +198,30 @@ def _has_template(path: Any) -> bool:
     return any(files) or (settings.is_file() and b'"chat_template"' in settings.read_bytes())
 
 
+def _as_text(run: RunRecords) -> dict[str, str]:
+    """Return the settings that read prompts as text; each is empty where none is known to work."""
+    row = first_object(Path(str(run.setting("data.path"))))
+    columns = (
+        f"data.prompt_column={name}.{place - len(cell)}.content"
+        for name, cell in row.items()
+        for place, message in enumerate(cell if isinstance(cell, list) else ())
+        if isinstance(message, Mapping) and re.search(_MARKER, str(message.get("content")))
+    )
+    column = next(columns, "")
+    works = not run.offline if column else run.setting("data.template") == "chat"
+    return {"plain": "data.template=plain" * works, "column": column * works}
+
+
 def template(run: RunRecords) -> Iterator[Cause]:
     """Look for the chat template of the model in the prompts: none, or its markers doubled."""
     doubled = [match[0] for text in run.prompts if (match := re.search(_DOUBLED, text))]
     ours, theirs = run.setting("data.template"), run.setting("evaluation.data.template", "plain")
+    bare = ours == "plain" and not any(re.search(_MARKER, text) for text in run.prompts)
     if doubled and len(doubled) >= len(run.prompts) / 2:
         fact = f"in {len(doubled)} of {len(run.prompts)} recorded prompts"
-        yield _cause("template-twice", PROVEN, fact, text=doubled[0])
-    elif ours == "plain" and not (run.learns and ours == theirs) and _has_template(run.setting("models.actor.path")):
-        facts = [f"prompt {visible(shorten(x, 120))!r}" for x in run.prompts[:1]]
-        if not any(re.search(_MARKER, x) for x in run.prompts):
-            yield _cause("template-missing", PROVEN, *facts, f"evaluation.data.template={theirs}")
+        yield _cause("template-twice", PROVEN, fact, text=doubled[0], **_as_text(run))
+    elif bare and not (run.learns and ours == theirs) and _has_template(run.setting("models.actor.path")):
+        yield _cause("template-missing", PROVEN, run.show(*run.samples), f"evaluation.data.template={theirs}")
 
 
 def truncated(run: RunRecords) -> Iterator[Cause]:
@@ -263,10 +260,8 @@ def same_texts(run: RunRecords) -> Iterator[Cause]:
     early = [group for group in same if (group[0].get("step") or 0) <= max(2, run.last // 5)]
     alike = bool(early) and len(same) >= 0.6 * len(groups) and run.recent("zero_std_fraction", 1.0) >= 0.5
     if alike and not run.succeeds and not run.learns:
-        usual = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "greedy": False}
-        narrow = any(run.setting(f"{GENERATION}.{key}", value) != value for key, value in usual.items())
         fact = f"in {len(same)} of {len(groups)} sampled groups"
-        yield _cause("equal-responses", CERTAIN if narrow else LIKELY, fact, run.show(same[0][0]))
+        yield _cause("equal-responses", CERTAIN if len(same) == len(groups) else LIKELY, fact, run.show(same[0][0]))
 
 
 def _collapsed(run: RunRecords) -> list[str]:
@@ -288,30 +283,24 @@ def same_rewards(run: RunRecords) -> Iterator[Cause]:
     varies = any(distinct(group, "reward") for group in groups) or len(groups) < max(1, len(run.groups) / 4)
     judged = run.silent and run.cut <= 0.5
     if judged and run.fails_alike:
-        yield from _failure(run, run.rewards[0])
+        count, reward, more = len(run.rewards), run.rewards[0], 4 * int(run.setting(f"{GENERATION}.n", 8))
+        if len(run.right) >= max(2, 0.02 * count):
+            fact = f"{len(run.right)} of {count} sampled responses contain the answer of their row"
+            yield _cause("not-parsed", CERTAIN, fact, run.show(*run.right), reward=reward)
+        elif max(run.evaluated, default=0.0) <= reward + 0.02:
+            yield _cause("too-hard", LIKELY, run.show(*run.samples), count=count, reward=reward, more=more)
     elif judged and not varies and max(run.rewards) > 0 and run.recent("missing_rewards") <= 0.2 and not run.succeeds:
         two = next((first, x) for first, *rest in groups for x in rest if distinct((first, x)))
         spread = ", ".join(name for name in run.names(r"rewards/.+/std") if run.recent(name) > 0)
-        how = f"each has {run.rewards[0]:.4g}, whatever it says"
-        how = "it depends on the prompt only" if min(run.rewards) < max(run.rewards) else how
         fact = f"{spread} are above 0, so the parts cancel out" if spread else ""
-        always = all(share == 1 for share in run.values("zero_std_fraction"))
-        yield _cause("equal-rewards", CERTAIN if always else POSSIBLE, *map(run.show, two), fact, how=how)
+        sure = CERTAIN if all(share == 1 for share in run.values("zero_std_fraction")) else POSSIBLE
+        each = f"each has {run.rewards[0]:.4g}, whatever it says"
+        how = "it depends on the prompt only" if min(run.rewards) < max(run.rewards) else each
+        yield _cause("equal-rewards", sure, *map(run.show, two), fact, how=how)
     parts = run.names("rewards/.+/mean")
     dead = [name.split("/")[1] for name in parts if not any(run.values(name))]
     if run.last >= RECENT and 0 < len(dead) < len(parts):
         yield _cause("reward-part-dead", POSSIBLE, run.show(*run.samples[-1:]), part=dead[0])
-
-
-def _failure(run: RunRecords, reward: float) -> Iterator[Cause]:
-    """Yield why all responses fail."""
-    count = len(run.rewards)
-    if len(run.right) >= max(2, 0.02 * count):
-        fact = f"{len(run.right)} of {count} sampled responses contain the answer of their row"
-        yield _cause("not-parsed", CERTAIN, fact, run.show(*run.right), reward=reward)
-    elif max(run.evaluated, default=0.0) <= reward + 0.02:
-        more = 4 * int(run.setting(f"{GENERATION}.n", 8))
-        yield _cause("too-hard", LIKELY, run.show(*run.samples), count=count, reward=reward, more=more)
 
 
 def same_advantages(run: RunRecords) -> Iterator[Cause]:
@@ -359,9 +348,8 @@ def reward_breaks(run: RunRecords) -> Iterator[Cause]:
         if stays or min(later, default=math.inf) >= 0.5 * max(run.evaluated, default=0.0):
             late = [sample for sample in run.samples if (sample.get("step") or 0) > step]
             fact = f"entropy and length of the responses are alike in steps {rows[i - 1][0]} and {step}"
-            yield _cause(
-                "reward-breaks", CERTAIN if stays else LIKELY, fact, run.show(*late), step=step, old=old, new=new
-            )
+            sure = CERTAIN if stays else LIKELY
+            yield _cause("reward-breaks", sure, fact, run.show(*late), step=step, old=old, new=new)
             return
 
 
@@ -423,9 +411,8 @@ def rewards_apart(run: RunRecords) -> Iterator[Cause]:
     torn = [samples for samples in repeated if distinct(samples, "reward")]
     if len(torn) >= max(3, 0.25 * len(repeated)):
         low, *_, high = sorted(torn[0], key=lambda sample: sample["reward"])
-        facts = (f"{len(torn)} of {len(repeated)} repeated responses", run.show(low))
-        sure = LIKELY if run.learns else CERTAIN
-        yield _cause("reward-noise", sure, *facts, f"and {high['reward']:.4g} for the same text")
+        facts = (f"{len(torn)} of {len(repeated)} repeated responses", run.show(low), f"and {high['reward']:.4g}")
+        yield _cause("reward-noise", LIKELY if run.learns else CERTAIN, *facts)
     for what, values in (("a sampled response", run.rewards), ("the mean of a step", run.values("reward"))):
         ordered = sorted(map(abs, values))
         if len(ordered) >= RECENT and ordered[-1] >= 15 * max(usual := ordered[int(0.9 * len(ordered))], 1.0):
@@ -456,12 +443,11 @@ def evaluation_differs(run: RunRecords) -> Iterator[Cause]:
         shown = run.show(*run.samples[:1]), run.show(*run.eval_samples[:1])
         yield _cause("prompts-differ", CERTAIN if leaks else LIKELY, *facts, *shown)
         return
-    name, _ = run.held_out
     if run.generalizes() or not run.evaluated or run.silent:
         return
     changes = run.movement > 1e-3 and len(set(run.values(run.goal[0]))) > 1
     if len(set(run.evaluated)) == 1 and len(run.evaluated) > (2 if run.trains() else 3) and (run.trains() or changes):
-        facts.append(f"{name} is {run.evaluated[0]:.4g} in each of {len(run.evaluated)} evaluations")
+        facts.append(f"{run.held_out[0]} is {run.evaluated[0]:.4g} in each of {len(run.evaluated)} evaluations")
         names = ("interfaces.reward.function", "evaluation.reward.function", "evaluation.role")
         facts += [f"{name}={run.setting(name)}" for name in names if run.setting(name)]
     seen = Counter(word for words in ours for word in words)
@@ -470,8 +456,8 @@ def evaluation_differs(run: RunRecords) -> Iterator[Cause]:
     if run.trains() and new > 0.2 + 2 * alone and len(run.groups) > 5 and len(run.evaluated) > 2:
         facts.append(f"{new:.0%} of the words of the held-out prompts are in no sampled prompt of training")
     if facts:
-        sure = CERTAIN if run.trains() else LIKELY
-        yield _cause("evaluation-differs", sure, *facts, run.show(*run.eval_samples[-1:]))
+        facts.append(run.show(*run.eval_samples[-1:]))
+        yield _cause("evaluation-differs", CERTAIN if run.trains() else LIKELY, *facts)
 
 
 def only_training_improves(run: RunRecords) -> Iterator[Cause]:

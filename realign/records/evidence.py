@@ -111,14 +111,13 @@ class RunRecords:
 
     def number(self, word: str) -> float:
         """Return what a word of a condition stands for, see causes.yaml; NaN if it is no number."""
+        if word.startswith("-"):
+            return -self.number(word[1:])
         kind, _, name = word.rpartition(":")
         if name in self.quantities:
             return self.quantities[name]
         values = self.values(name, self.history)
-        if kind == "first" and self.history[0].get("step") not in (
-            0,
-            1,
-        ):  # the first part of a resumed run is elsewhere
+        if kind == "first" and self.history[0].get("step") not in (0, 1):  # of a resumed run, it is elsewhere
             return math.nan
         if values:
             part = {"first": values[:1], "last": values[-1:], "max": [max(values)], "median": [median(values)]}
@@ -141,6 +140,7 @@ class RunRecords:
         rates, entropy = self.values("lr"), self.values("entropy")
         early, kept = entropy[: max(4, len(entropy) // 3)], bool(entropy) and entropy[0] > 0.01
         jumps = [abs(b - a) / entropy[0] for a, b in itertools.pairwise(early)] if kept else []
+        bonus = self.recent("entropy_coef", self.setting("interfaces.actor.entropy.coef", 0.0))
         rewards = self.values("reward")
         # the first step is that of the model which was evaluated
         reward = max(rewards[0], fmean(rewards[: max(3, len(self.steps) // 4)])) if rewards else math.nan
@@ -149,12 +149,21 @@ class RunRecords:
         coef, place = (self.setting(f"interfaces.actor.kl.{key}") for key in ("coef", "place"))
         # in the loss, a penalty competes with normalized advantages, of size 1
         worth = 1.0 if place == "loss" else max(self.rewards, default=0.0) - min(self.rewards, default=0.0)
+        advantage, loss = max(self.values("advantage_max"), default=0.0), self.values(self.goal[0])
+        gains = [self.held_out[1] * (x - before) for x in self.evaluated]
+        passes = (id_ for record in self.tokens if (id_ := str(record.get("id")).rpartition("@")[2]).isdecimal())
         return {
+            "shrinkage": 1 - math.exp(-self.rates * self.setting(f"{OPTIMIZER}.weight_decay", 0.0)),
+            # how much of the loss it took away
+            "entropy_gain": bonus * (entropy[-1] - entropy[0]) / advantage if entropy and advantage else math.nan,
+            "passes": max((float(id_) + 1 for id_ in passes), default=math.nan),
+            "loss_left": loss[-1] / max(loss) if any(loss) and self.goal[1] < 0 else math.nan,
+            "held_out_lost": 1 - gains[-1] / max(gains) if any(gains) and max(gains) > 0 else math.nan,
             "nat_price": coef / worth if is_number(coef) and place in ("reward", "loss") and worth else math.nan,
             "steps_done": float(self.last),
             "trend": float(self.trains() - self.trains(-1)),
             "held_out_count": float(len(self.evaluated)),
-            "held_out_gain": max([self.held_out[1] * (x - before) for x in self.evaluated[1:]], default=math.nan),
+            "held_out_gain": max(gains[1:], default=math.nan),
             "held_out_trend": float(self.generalizes() - self.generalizes(-1)),
             "learns": float(self.learns),
             "idle": self.idle(),
@@ -230,9 +239,14 @@ class RunRecords:
     @property
     def movement(self) -> float:
         """Upper bound on how far Adam moved a weight; a twentieth with LoRA, which needs more for the same effect."""
-        made = sum((record.get("lr") or 0.0) * (record.get("optimizer_steps") or 0.0) for record in self.steps)
-        made *= self.damping * self.last / max(1, len(self.steps))
+        made = self.rates * self.damping
         return made / 20 if "lora" in str(self.setting("models.actor.trains")).lower() else made
+
+    @property
+    def rates(self) -> float:
+        """Sum of the learning rates of all updates."""
+        made = sum((record.get("lr") or 0.0) * (record.get("optimizer_steps") or 0.0) for record in self.steps)
+        return made * self.last / max(1, len(self.steps))
 
     @cached_property
     def damping(self) -> float:

@@ -30,6 +30,12 @@ def json_lines(path: Path) -> list[dict[str, Any]]:
         return [record for _, line in lines(file) if (record := parse_object(line))]
 
 
+def first_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in the first line of a file; empty if the file is missing or damaged."""
+    with open_or_empty(path) as file:
+        return parse_object(file.readline(LARGEST_OBJECT))
+
+
 def lines(file: BinaryIO, start: int = 0) -> Iterator[tuple[int, bytes]]:
     """Yield the lines from a byte on, or from `LARGEST` bytes before the end, each with the place of its end.
 

@@ -90,9 +90,8 @@ def why(args: argparse.Namespace, words: Sequence[str]) -> int:
         check_run(Path(folder))
     if args.test:
         return _test(run_folder(Path(folders[0])), options, changes, yes=args.yes)
-    found = [load_object(word, "symptom", "FILE.py:NAME") for word in symptoms]
     # a class is a symptom with settings
-    further = [x() if isinstance(x, type) else x for x in found]
+    further = [x() if isinstance(x, type) else x for x in (load_object(w, "symptom", "FILE.py:NAME") for w in symptoms)]
     if len(folders) > 1:
         return _compare_seeds(folders, further)
     print(*why_lines(Path(folders[0]), further), sep="\n")
@@ -100,11 +99,14 @@ def why(args: argparse.Namespace, words: Sequence[str]) -> int:
 
 
 def why_lines(folder: Path, further: Sequence[Symptom] = ()) -> list[str]:
-    """Return what `realign why RUN` prints: why the run ended early, what it suffers from, and what it changed."""
+    """Return what `realign why RUN` prints: what the run suffers from, why it ended early, and what it changed."""
     run = records_of(folder)
     diagnosis = diagnose(run, further)
-    lines = [*_end_lines(folder, run.last), *diagnosis_lines(folder, diagnosis)]
-    return lines if diagnosis.healthy else [*lines, *_changed_lines(folder, run, in_one_line=bool(diagnosis.causes))]
+    parts = [_end_lines(folder, run.last), diagnosis_lines(folder, diagnosis)]
+    # what keeps it from learning is asked for, and not that it ended
+    parts = parts[::-1] if diagnosis.causes else parts
+    parts += [] if diagnosis.healthy else [_changed_lines(folder, run)]
+    return [line for part in filter(None, parts) for line in ("", *part)][1:]
 
 
 def _end_lines(folder: Path, last: int) -> list[str]:
@@ -116,27 +118,23 @@ def _end_lines(folder: Path, last: int) -> list[str]:
     words = ["realign", str(folder / "config.yaml")]
     key = reason.partition(":")[0]  # of the callback, see `Stop.describe`
     words += [f"{key}=null"] * (state == "stopped" and re.fullmatch(r"[\w.]+", key) is not None)
-    if any(folder.glob("checkpoints/step_*")):
-        words += ["overwrite=false", "resume=auto", f"output_dir={folder}"]
-    else:
-        words += [f"output_dir={folder}-again"]
+    going_on = ["overwrite=false", "resume=auto", f"output_dir={folder}"]
+    words += going_on if any(folder.glob("checkpoints/step_*")) else [f"output_dir={folder}-again"]
     after = f"{_ENDED[state]} after {last:,} of {info['steps'] or end['steps'] or last:,} steps"
     why = f": {shorten(reason, 500).removesuffix('.')}" if reason else ""
-    return [visible(f"The run {after}{why}."), "To go on:", f"   {shlex.join(words)}", ""]
+    return [visible(f"The run {after}{why}."), "To go on:", f"   {shlex.join(words)}"]
 
 
-def _changed_lines(folder: Path, run: RunRecords, *, in_one_line: bool) -> list[str]:
+def _changed_lines(folder: Path, run: RunRecords) -> list[str]:
     """Return the settings of a run that differ from the defaults, and can change learning."""
     from realign.config.help import changed_settings
 
     attempts, found = run_info(folder)["attempts"], list[str]()
     with suppress(Exception):  # a config may come from a stranger, and a value be of any kind
         found = changed_settings(run.config, (attempts[-1]["command"] if attempts else None) or ())
-    shown = [visible(shorten(text, 200)) for text in found[:MOST_CHANGED]]
     count = f", {MOST_CHANGED} of {len(found)}" if len(found) > MOST_CHANGED else ""
-    head = f"Settings that differ from the defaults{count}:"
-    lines = [f"{head} {', '.join(shown)}"] if in_one_line else [head, *(f"   {text}" for text in shown)]
-    return ["", *lines] if shown else []
+    shown = [visible(f"   {shorten(text, 200)}") for text in found[:MOST_CHANGED]]
+    return [f"Settings that differ from the defaults{count}:", *shown] if shown else []
 
 
 def _compare_seeds(folders: Sequence[str], further: Sequence[Symptom]) -> int:

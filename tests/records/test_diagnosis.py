@@ -111,6 +111,11 @@ CASES = {
         [r | {"loss": 1 - r["step"] / 20, "eval/loss": 1 + r["step"] / 20} for r in history()],
         {"interfaces": {"actor": {"_target_": "sft"}}, "data": {"limit": 16}},
     ),
+    "by-heart": RunRecords(
+        [r | {"loss": 0.001 if r["step"] > 9 else 1.0} for r in history()],
+        {"interfaces": {"actor": {"_target_": "sft"}}},
+        tokens=[{"step": step, "id": f"7@{step}"} for step in range(STEPS)],
+    ),
     "reference": RunRecords(history(ref_kl_per_sequence=2.0), CONFIG),
     "weight-decay": RunRecords(history(), config(models__actor__optimizer__weight_decay=30.0)),
     "untrained": RunRecords(history(trained_fraction=0.1), CONFIG),
@@ -158,7 +163,6 @@ CASES = {
     "wrong-sign": RunRecords(
         history(), config(interfaces__actor__truncation={"reward": "add", "penalty": 1.0, "overlong_buffer": 0})
     ),
-    "setting": RunRecords(history(), config(interfaces__actor__reward__gain=-1.0)),
     "eps": RunRecords(
         history(grad_norm=0.1, train_tokens_per_s=1e6, train_tflop_per_s=6.0),
         config(models__actor__optimizer={"lr": 1e-3, "eps": 1.0}),
@@ -181,7 +185,9 @@ CASES = {
         history(1.0, 9.0, FLAT, **{"rewards/short/mean": (1.0, 9.0), "rewards/right/mean": 0.2}), CONFIG
     ),
     "reward-hacking": RunRecords(history(1.0, 9.0, (0.5, 0.4, 0.2, 0.1, 0.0), response_tokens=(9.0, 60.0)), CONFIG),
-    "entropy-bonus": RunRecords(history(entropy=(1.0, 3.0)), config(interfaces__actor__entropy__coef=1.0)),
+    "entropy-bonus": RunRecords(
+        history(entropy=(1.0, 3.0), advantage_max=1.0), config(interfaces__actor__entropy__coef=1.0)
+    ),
     "high-temperature": RunRecords(history(), config(interfaces__actor__generation__temperature=3.0)),
     "kl-too-strong": RunRecords(
         history(ref_kl=0.001), config(interfaces__actor__kl__coef=50.0, interfaces__actor__kl__place="loss")
@@ -257,6 +263,70 @@ def test_a_penalty_is_compared_with_the_rewards_whatever_their_scale(scale):
             cause.name for cause in diagnose(RunRecords(history(0.2 * scale, 0.2 * scale), settings, rated)).causes
         ]
         assert ("kl-too-strong" in causes) is accused
+
+
+@pytest.mark.parametrize("scale", [0.01, 1.0, 100.0])
+def test_an_entropy_bonus_is_compared_with_the_advantages_whatever_their_scale(scale):
+    for coef, accused in ((0.01, False), (2.0, True), (-2.0, False)):
+        records = history(entropy=(1.0, 3.0), advantage_max=scale)
+        causes = diagnose(RunRecords(records, config(interfaces__actor__entropy__coef=coef * scale))).causes
+        assert ("entropy-bonus" in [cause.name for cause in causes]) is accused
+
+
+def test_weight_decay_is_judged_by_what_it_did_to_the_weights():
+    settings = config(models__actor__optimizer__weight_decay=30.0)
+    for rate, accused in ((1e-6, False), (1e-3, True)):
+        causes = [cause.name for cause in diagnose(RunRecords(history(lr=rate), settings)).causes]
+        assert ("weight-decay" in causes) is accused
+
+
+def test_preferences_that_a_reference_changes_before_the_first_update_come_from_another_model():
+    """Rewards are beta times a log-ratio, and without a reference beta times a log-prob."""
+    for first, free, accused in ((0.0, False, False), (0.9, False, True), (-0.9, False, True), (-0.9, True, False)):
+        settings = {"interfaces": {"actor": {"beta": 0.1, "reference_free": free}}}
+        records = history(**{"rewards/accuracy": (0.5, 0.9), "rewards/chosen": (first, 2.0)})
+        causes = [cause.name for cause in diagnose(RunRecords(records, settings)).causes]
+        assert causes == ["reference"] * accused
+
+
+def offline(loss, held_out=None, passes=1, data="rows.jsonl", evaluated="rows.jsonl"):
+    """Return the records of SFT whose loss ends at `loss`."""
+    records = [r | {"loss": 1.0 if r["step"] < 5 else loss} for r in history()]
+    for place, value in zip((0, 5, 10, 15, 20), held_out or (), strict=False):
+        records[place]["eval/loss"] = value
+    settings = {"interfaces": {"actor": {"_target_": "sft"}}}
+    settings |= {"data": {"path": data}, "evaluation": {"data": {"path": evaluated}}}
+    return RunRecords(records, settings, tokens=[{"step": i, "id": f"7@{i}"} for i in range(passes)])
+
+
+def test_rows_that_are_learned_by_heart_are_told_from_rows_that_teach():
+    fell = (2.0, 1.0, 0.5, 0.4, 0.4)
+    for run, expected in (
+        (offline(0.001, fell, passes=20), ["by-heart"]),  # the evaluation is of the same rows
+        (offline(0.001, fell, passes=20, evaluated="others.jsonl"), []),
+        (offline(0.001, fell, passes=3), []),
+        (offline(0.5, fell, passes=20), []),
+        (offline(0.001, (2.0, 1.0, 1.2, 1.4, 1.5), evaluated="others.jsonl"), ["overfitting"]),
+    ):
+        assert [cause.name for cause in diagnose(run).causes] == expected
+
+
+def test_a_template_in_the_data_is_removed_by_settings_that_fit_the_rows(tmp_path):
+    text = "<|user|> Why? <|assistant|>"
+    said = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": text}]
+    plain, column = "data.template=plain", "data.prompt_column=prompt.-1.content"
+    for template, prompt, actor, expected in (
+        ("chat", text, {"generation": {}}, (plain,)),
+        ("auto", said, {"generation": {}}, (plain, column)),
+        ("chat", said, {"generation": {}}, (plain, column)),
+        ("chat", said, {}, ()),  # rows with an answer are no longer those of a conversation
+        ("auto", None, {"generation": {}}, ()),
+    ):
+        (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": prompt, "answer": "7"}) + "\n")
+        settings = {"interfaces": {"actor": actor}, "data": {"template": template, "path": f"{tmp_path}/rows.jsonl"}}
+        doubled = [{"text": ["<|user|>", "<|user|>", "Why?"], "given": [1, 1, 1]}]
+        (cause,) = diagnose(RunRecords(history(0.2, 0.9), settings, tokens=doubled)).causes
+        assert (cause.name, cause.settings) == ("template-twice", expected)
 
 
 def test_seeds_disagree_if_only_some_learn():
@@ -349,7 +419,7 @@ def run_folder(folder, records, settings, command=(), **end):
     return folder
 
 
-def test_a_run_that_ended_early_says_why_first_and_how_to_go_on(tmp_path):
+def test_a_run_that_ended_early_says_why_after_a_finding_and_how_to_go_on(tmp_path):
     config_file = f"   realign {tmp_path}/config.yaml"
     run_folder(tmp_path, [{"step": 0}], CONFIG, status="failed", reason="dynamic_sampling: none passed.")
     assert why_lines(tmp_path)[:5] == [
@@ -364,6 +434,12 @@ def test_a_run_that_ended_early_says_why_first_and_how_to_go_on(tmp_path):
     ended, _, command, *_ = why_lines(tmp_path)
     assert ended == "The run was stopped after 5 of 20 steps: callbacks.stop: no better 'loss'."
     assert command == f"{config_file} callbacks.stop=null overwrite=false resume=auto output_dir={tmp_path}"
+    run_folder(tmp_path, history(nonfinite_steps=1.0)[:6], CONFIG, status="interrupted", reason="")
+    lines = why_lines(tmp_path)
+    assert lines[0].startswith("The loss or the gradient is not finite")
+    after = lines[lines.index("The run was interrupted after 5 of 20 steps.") :]
+    assert after[1] == "To go on:"
+    assert "resume=auto" in after[2]
     run_folder(tmp_path, history(0.2, 0.9), CONFIG, status="completed", reason="")
     assert why_lines(tmp_path) == ["Nothing looks wrong: reward 0.2 to 0.9 in 20 steps."]
     (tmp_path / "run.json").unlink()
@@ -397,7 +473,7 @@ def test_settings_that_differ_from_the_defaults_follow_unless_the_run_is_healthy
     assert lines[0].startswith("No progress beyond noise, and no known cause")
     assert lines[1:] == ["", "Settings that differ from the defaults:", *(f"   {text}" for text in changed)]
     run_folder(tmp_path, history(nonfinite_steps=1.0), settings, ["experiment=grpo"], status="completed")
-    assert why_lines(tmp_path)[-1] == f"Settings that differ from the defaults: {', '.join(changed)}"
+    assert why_lines(tmp_path)[-6:] == lines[2:]
     run_folder(tmp_path, history(0.2, 0.9, (0.2, 0.4, 0.6, 0.8, 0.9)), settings, status="completed")
     assert len(why_lines(tmp_path)) == 1
 
