@@ -200,10 +200,9 @@ def _has_template(path: Any) -> bool:
 
 def _as_text(run: RunRecords) -> dict[str, str]:
     """Return the settings that read prompts as text; each is empty where none is known to work."""
-    row = first_object(Path(str(run.setting("data.path"))))
     columns = (
         f"data.prompt_column={name}.{place - len(cell)}.content"
-        for name, cell in row.items()
+        for name, cell in first_object(Path(str(run.setting("data.path")))).items()
         for place, message in enumerate(cell if isinstance(cell, list) else ())
         if isinstance(message, Mapping) and re.search(_MARKER, str(message.get("content")))
     )

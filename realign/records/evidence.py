@@ -157,6 +157,7 @@ class RunRecords:
             # how much of the loss it took away
             "entropy_gain": bonus * (entropy[-1] - entropy[0]) / advantage if entropy and advantage else math.nan,
             "passes": max((float(id_) + 1 for id_ in passes), default=math.nan),
+            "loss_gap": self.evaluated[-1] / loss[-1] if self.evaluated and any(loss[-1:]) else math.nan,
             "loss_left": loss[-1] / max(loss) if any(loss) and self.goal[1] < 0 else math.nan,
             "held_out_lost": 1 - gains[-1] / max(gains) if any(gains) and max(gains) > 0 else math.nan,
             "nat_price": coef / worth if is_number(coef) and place in ("reward", "loss") and worth else math.nan,

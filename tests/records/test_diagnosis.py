@@ -303,7 +303,8 @@ def test_rows_that_are_learned_by_heart_are_told_from_rows_that_teach():
     fell = (2.0, 1.0, 0.5, 0.4, 0.4)
     for run, expected in (
         (offline(0.001, fell, passes=20), ["by-heart"]),  # the evaluation is of the same rows
-        (offline(0.001, fell, passes=20, evaluated="others.jsonl"), []),
+        (offline(0.001, fell, passes=20, evaluated="others.jsonl"), ["by-heart"]),  # 400 times as badly
+        (offline(0.001, (2.0, 1.0, 0.1, 0.01, 0.005), passes=20, evaluated="others.jsonl"), []),
         (offline(0.001, fell, passes=3), []),
         (offline(0.5, fell, passes=20), []),
         (offline(0.001, (2.0, 1.0, 1.2, 1.4, 1.5), evaluated="others.jsonl"), ["overfitting"]),
