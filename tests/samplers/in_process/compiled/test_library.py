@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import stat
 from concurrent.futures import ThreadPoolExecutor
 
@@ -35,6 +36,14 @@ def broken(tmp_path, monkeypatch):
     return command
 
 
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """A folder that `open_library` made, with a library. Tests copy it, since a build takes seconds."""
+    folder = tmp_path_factory.mktemp("built") / "cache"
+    open_library(folder)
+    return folder
+
+
 def test_an_absent_compiler_is_the_reason(monkeypatch, tmp_path):
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert find_compiler() is None
@@ -61,10 +70,10 @@ def test_concurrent_builds_share_one_file_and_later_calls_build_nothing(tmp_path
 
 @requires_compiler
 @pytest.mark.parametrize("mode", [0o777, 0o775, 0o702])
-def test_a_folder_that_others_can_write_to_is_refused(tmp_path, mode):
-    folder = tmp_path / "cache"
+def test_a_folder_that_others_can_write_to_is_refused(built, tmp_path, mode):
+    assert stat.S_IMODE(built.stat().st_mode) == 0o700
+    folder = shutil.copytree(built, tmp_path / "cache")
     open_library(folder)
-    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     (path,) = folder.iterdir()
     folder.chmod(mode)
     with pytest.raises(LibraryError, match=f"other users can write to {folder}, .* Run chmod go-w {folder}"):
@@ -76,7 +85,8 @@ def test_a_folder_that_others_can_write_to_is_refused(tmp_path, mode):
 
 
 @requires_compiler
-def test_a_file_that_others_can_write_to_or_own_is_refused(tmp_path, monkeypatch):
+def test_a_file_that_others_can_write_to_or_own_is_refused(built, tmp_path, monkeypatch):
+    shutil.copytree(built, tmp_path, dirs_exist_ok=True)
     open_library(tmp_path)
     (path,) = tmp_path.iterdir()
     path.chmod(0o775)
