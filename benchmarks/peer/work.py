@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -144,23 +144,24 @@ def reward(text: str) -> float:
     return sum(ord(c) % 2 == 0 for c in text) / max(1, len(text))
 
 
+REAL = Scenario(  # the shape of SmolLM2-135M, with as many tokens as the tokenizer has characters
+    "real",
+    prompts=8,
+    group=8,
+    max_new=128,
+    mean_new=32,
+    vocabulary=31_000,
+    hidden=576,
+    layers=30,
+    heads=9,
+    kv_heads=3,
+    mlp=1536,
+    bf16=True,
+)
 SCENARIOS = {
     s.name: s
     for s in [
-        Scenario(  # the shape of SmolLM2-135M, with as many tokens as the tokenizer has characters
-            "real",
-            prompts=8,
-            group=8,
-            max_new=128,
-            mean_new=32,
-            vocabulary=31_000,
-            hidden=576,
-            layers=30,
-            heads=9,
-            kv_heads=3,
-            mlp=1536,
-            bf16=True,
-        ),
+        REAL,
         Scenario("long_tail", prompts=8, group=8, max_new=256, mean_new=48),
         Scenario("short_tail", prompts=8, group=8, max_new=128, mean_new=64),
         Scenario("long_prompts", prompts=8, group=8, max_new=256, mean_new=64, prompt_low=128, prompt_high=256),
@@ -183,19 +184,7 @@ SCENARIOS = {
             mlp=4864,
         ),
         Scenario("tiny", prompts=2, group=2, max_new=8, mean_new=4, hidden=64, mlp=96),
-        Scenario(
-            "real32",
-            prompts=8,
-            group=8,
-            max_new=128,
-            mean_new=32,
-            vocabulary=31_000,
-            hidden=576,
-            layers=30,
-            heads=9,
-            kv_heads=3,
-            mlp=1536,
-        ),
+        replace(REAL, name="real32", bf16=False),
         Scenario("tiny_bf16", prompts=2, group=2, max_new=8, mean_new=4, hidden=64, mlp=96, bf16=True),
     ]
 }

@@ -79,7 +79,6 @@ def actor(*changes: str) -> tuple[str, ...]:
 
 TOKEN_MEAN = ("experiment=grpo", *actor("kl.place=none", "adv_norm.unbiased=true"))
 DUAL = "objective.dual=3.0"
-REST = {"use_kl_loss": False}
 
 ROWS: dict[str, Row] = {
     "grpo": Row("GRPO", ("experiment=grpo", "algorithm=grpo")),
@@ -346,6 +345,7 @@ RLHF_GAE = {
 }
 AREAL_GAE = {"adv_norm": BATCH, "kl_ctl": 0.05, "kl_estimator": "k1", "gae_lambda": 0.95}
 SKY_GRPO = {"advantage_estimator": "grpo"}
+SKY_ALONE = {**SKY_GRPO, "use_kl_loss": False}
 SKY_GAE = {
     "advantage_estimator": "gae",
     "lambd": 0.95,
@@ -434,8 +434,7 @@ CELLS: dict[tuple[str, str], Cell | Absent] = {
     ),
     ("dr_grpo", "skyrl"): Cell(
         {
-            **SKY_GRPO,
-            **REST,
+            **SKY_ALONE,
             "grpo_norm_by_std": False,
             "loss_reduction": "seq_mean_token_sum_norm",
             "max_seq_len": 512,
@@ -465,7 +464,7 @@ CELLS: dict[tuple[str, str], Cell | Absent] = {
         {"reward_norm": GROUP, "kl_ctl": 0.0, "eps_clip_higher": 0.28},
         actor("adv_norm.eps=1e-5"),
     ),
-    ("dapo", "skyrl"): Cell({**SKY_GRPO, **REST, "eps_clip_high": 0.28}, batch="ragged"),
+    ("dapo", "skyrl"): Cell({**SKY_ALONE, "eps_clip_high": 0.28}, batch="ragged"),
     ("dapo", "slime"): Cell({**SLIME_TOKENS, "eps_clip_high": 0.28}),
     ("gspo", "trl"): Cell(
         {
@@ -510,8 +509,7 @@ CELLS: dict[tuple[str, str], Cell | Absent] = {
     ),
     ("gspo", "skyrl"): Cell(
         {
-            **SKY_GRPO,
-            **REST,
+            **SKY_ALONE,
             "policy_loss_type": "gspo",
             "loss_reduction": "sequence_mean",
             "eps_clip_low": 3e-4,
@@ -542,8 +540,7 @@ CELLS: dict[tuple[str, str], Cell | Absent] = {
     ("cispo", "areal"): Absent(),
     ("cispo", "skyrl"): Cell(
         {
-            **SKY_GRPO,
-            **REST,
+            **SKY_ALONE,
             "policy_loss_type": "cispo",
             "cispo.cispo_eps_clip_low": 0.0,
             "cispo.cispo_eps_clip_high": 5.0,
@@ -580,8 +577,7 @@ CELLS: dict[tuple[str, str], Cell | Absent] = {
     ("dppo", "areal"): Absent(),
     ("dppo", "skyrl"): Cell(
         {
-            **SKY_GRPO,
-            **REST,
+            **SKY_ALONE,
             "policy_loss_type": "dppo",
             "dppo.delta_low": 0.15,
             "dppo.delta_high": 0.15,

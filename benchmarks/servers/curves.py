@@ -32,22 +32,21 @@ def curves(folder: Path, words: Mapping[str, str]) -> dict[str, Any]:
                 "experiment=grpo_arithmetic",
                 f"steps={words['steps']}",
                 f"seed={seed}",
-                f"models.actor.path={sft.folder / 'final' / 'actor'}",
-                f"data.path={task.prompts}",
-                f"evaluation.data.path={task.held_out}",
+                *_task(sft.folder / "final" / "actor", task.prompts, task.held_out),
                 *more,
             ]
             results[name].append(Job(folder / f"{name.replace(' ', '_')}_{seed}", run).run(LIMIT_S))
     return compared(results)
 
 
+def _task(model: object, data: object, held_out: object) -> list[str]:
+    """Return the overrides of a model and its data."""
+    return [f"models.actor.path={model}", f"data.path={data}", f"evaluation.data.path={held_out}"]
+
+
 def _sft(folder: Path, task: arithmetic.Task, seed: int) -> Job:
     """Train the model that both samplers start from."""
-    words = [
-        f"models.actor.path={task.model}",
-        f"data.path={task.demonstrations}",
-        f"evaluation.data.path={task.held_out}",
-    ]
+    words = _task(task.model, task.demonstrations, task.held_out)
     return Job(folder / f"sft_{seed}", ["experiment=sft_arithmetic", f"seed={seed}", *words]).run()
 
 
@@ -59,9 +58,7 @@ def language(folder: Path, words: Mapping[str, str]) -> dict[str, Any]:
         run = [
             "experiment=grpo_reasoning",
             f"steps={words['language_steps']}",
-            f"models.actor.path={smollm2()}",
-            f"data.path={task.train}",
-            f"evaluation.data.path={task.held_out}",
+            *_task(smollm2(), task.train, task.held_out),
             *more,
         ]
         results[name] = [Job(folder / f"language_{name.replace(' ', '_')}", run).run(LIMIT_S)]
