@@ -188,7 +188,7 @@ CASES = {
     "entropy-bonus": RunRecords(
         history(entropy=(1.0, 3.0), advantage_max=1.0), config(interfaces__actor__entropy__coef=1.0)
     ),
-    "high-temperature": RunRecords(history(), config(interfaces__actor__generation__temperature=3.0)),
+    "high-temperature": RunRecords(history(entropy=3.0), config(interfaces__actor__generation__temperature=3.0)),
     "kl-too-strong": RunRecords(
         history(ref_kl=0.001), config(interfaces__actor__kl__coef=50.0, interfaces__actor__kl__place="loss")
     ),
