@@ -9,9 +9,13 @@ import sys
 from collections import Counter
 from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
+
+if TYPE_CHECKING:
+    from realign.demo.tiny import Task
 
 # On a busy machine an example may take any time. `make test-slow` has the profile `full`.
 UNTIMED = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
@@ -127,3 +131,11 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.checkpoint_runs import save_files
 
     return save_files(tmp_path_factory.mktemp("files"))
+
+
+@pytest.fixture(scope="session")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Task:
+    """Return the demo's additions with few prompts. Tests only read it."""
+    from tests.small_task import small_task
+
+    return small_task(tmp_path_factory.mktemp("task"))

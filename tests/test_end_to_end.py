@@ -20,7 +20,6 @@ from realign.interfaces.reference import ReferenceInterface
 from realign.interfaces.rule_reward import RuleRewardInterface
 from realign.runtime import run
 from realign.runtime.local import LocalRuntime
-from tests.small_task import small_task
 
 REWARD = """
 def score(prompt, response, row):
@@ -28,11 +27,6 @@ def score(prompt, response, row):
 """
 HERE = "interfaces.reward.workers=0"  # scores in this process
 EXAMPLES = Path(__file__).parents[1] / "examples"
-
-
-@pytest.fixture(scope="module")
-def task(tmp_path_factory):
-    return small_task(tmp_path_factory.mktemp("task"))
 
 
 @pytest.fixture(scope="module")

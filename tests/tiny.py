@@ -30,6 +30,7 @@ from realign.models.network.settings import NetworkSettings
 SPECIAL = ("<pad>", "<bos>", "<eos>")
 TEXT = "0123456789+-*/=()., :?!'abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ\n"
 VOCAB = 97
+EOS = 2
 
 _GPT2 = {"vocab_size": VOCAB, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 128, "bos_token_id": 1}
 _GPT2 |= {"eos_token_id": 2, "pad_token_id": 0}
@@ -135,6 +136,11 @@ def random_sample(lengths: Sequence[Sequence[int]], *, seed: int = 0, prompt: in
     sample = SequenceSample.from_sequences([f"p{i}" for i in range(len(lengths))], {"input_ids": ids})
     sample = sample.with_tokens(prompt_mask=given)
     return sample.with_tokens(loss_mask=~sample["prompt_mask"])
+
+
+def ids(text: str) -> list[int]:
+    """Return the ids of text in the tiny tokenizer. A full stop is the end token."""
+    return [EOS if c == "." else 3 + TEXT.index(c) for c in text]
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:

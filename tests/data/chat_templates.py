@@ -7,6 +7,8 @@ from functools import cache
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from realign.data.encoding import decode_row
+
 SPECIAL = [
     "<|endoftext|>",
     "<|im_start|>",
@@ -184,3 +186,9 @@ def system(text: str) -> dict:
 
 def tool(text: str) -> dict:
     return {"role": "tool", "content": text}
+
+
+def runs(dataset, row=0):
+    """Return the (text, trained) runs of each sequence of a row."""
+    decoded = decode_row(dataset.sample([(0, row)]), chat_tokenizer(None))
+    return [[tuple(segment) for segment in sequence.segments] for sequence in decoded]

@@ -19,6 +19,7 @@ from tests.data.chat_templates import (
     REASONING,
     assistant,
     chat_tokenizer,
+    runs,
     system,
     tool,
     user,
@@ -52,12 +53,6 @@ def load(write):
         return SupervisedData(write(*rows), **fields).load(chat_tokenizer(chat_template, eos))
 
     return load
-
-
-def runs(dataset, row=0):
-    """Return the (text, trained) runs of each sequence of a row."""
-    decoded = decode_row(dataset.sample([(0, row)]), chat_tokenizer(None))
-    return [[tuple(segment) for segment in sequence.segments] for sequence in decoded]
 
 
 def trained(dataset, row=0):

@@ -11,9 +11,8 @@ from realign.data import (
     TooLong,
     UnpairedData,
 )
-from realign.data.encoding import decode_row
 from realign.errors import DataError, SettingsError
-from tests.data.chat_templates import CHATML, assistant, chat_tokenizer, system, user
+from tests.data.chat_templates import CHATML, assistant, chat_tokenizer, runs, system, user
 from tests.data.text_tokenizer import BOS, EOS, WITH_BOS, characters, make_tokenizer
 
 pytestmark = pytest.mark.usefixtures("each_kind")
@@ -131,11 +130,6 @@ def load(write):
         return kind(write(*rows), **fields).load(chat_tokenizer(chat_template))
 
     return load
-
-
-def runs(dataset, row=0):
-    decoded = decode_row(dataset.sample([(0, row)]), chat_tokenizer(None))
-    return [[tuple(segment) for segment in sequence.segments] for sequence in decoded]
 
 
 def answers(dataset, row=0):

@@ -7,14 +7,7 @@ from realign.api import Completion
 from realign.endpoint import Renderer
 from realign.endpoint.capture import Capture, Prompt
 from tests.data.chat_templates import KINDS, PLAIN_CHATML, assistant, chat_tokenizer, user
-from tests.tiny import TEXT, tiny_tokenizer
-
-EOS = 2
-
-
-def ids(text: str) -> list[int]:
-    """Return the ids of text in the tiny tokenizer. A full stop is the end token."""
-    return [EOS if c == "." else 3 + TEXT.index(c) for c in text]
+from tests.tiny import EOS, ids, tiny_tokenizer
 
 
 def renderer(template: str = "") -> Renderer:

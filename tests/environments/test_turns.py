@@ -7,14 +7,7 @@ from tokenizers.processors import TemplateProcessing
 from realign.environments.turns import TurnWriter, split_observation
 from realign.tokenization import Tokens
 from tests.data.chat_templates import KINDS, PLAIN_CHATML, chat_tokenizer
-from tests.tiny import TEXT, tiny_tokenizer
-
-EOS = 2
-
-
-def ids(text: str) -> list[int]:
-    """Return the ids of text in the tiny tokenizer. A full stop is the end token."""
-    return [EOS if c == "." else 3 + TEXT.index(c) for c in text]
+from tests.tiny import ids, tiny_tokenizer
 
 
 def writer(template: str = "", **changes) -> TurnWriter:

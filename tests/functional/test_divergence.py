@@ -9,28 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from realign.functional.logprobs import LMHead, Support, vocabulary_divergence
+from tests.functional.heads import KINDS, N, V, make_head
 from tests.grids import pairwise
 
-N, H, TARGET_H, V = 9, 5, 3, 11
+TARGET_H = 3
 BETAS = [0.0, 0.1, 0.5, 0.9, 1.0]
-KINDS = {
-    "plain": {},
-    "bias": {"bias": True},
-    "scale": {"scale": 0.3},
-    "softcap": {"softcap": 1.5},
-    "all": {"bias": True, "scale": 1.7, "softcap": 2.0},
-}
 
 
-def make(kind="plain", seed=0, dtype=torch.float64, n=N, hidden_size=H, grad=True):
-    """Return the leaves (hidden states, weight, and bias if there is one) and the head."""
-    generator = torch.Generator().manual_seed(seed)
-    options = dict(KINDS[kind])
-    hidden = torch.randn(n, hidden_size, generator=generator, dtype=torch.float64).to(dtype)
-    weight = torch.randn(V, hidden_size, generator=generator, dtype=torch.float64).to(dtype)
-    bias = torch.randn(V, generator=generator, dtype=torch.float64).to(dtype) if options.pop("bias", False) else None
-    leaves = [x.requires_grad_(grad) for x in (hidden, weight, bias) if x is not None]
-    return leaves, LMHead(weight, bias, **options)
+def make(*args, **options):
+    """Return the leaves and the head of `make_head`."""
+    return make_head(*args, **options)[:2]
 
 
 def target(kind="bias", **options):

@@ -7,27 +7,10 @@ import pytest
 import torch
 
 from realign.functional.logprobs import LMHead, Support, chunk_tokens, token_logprobs
+from tests.functional.heads import KINDS, N, V
+from tests.functional.heads import make_head as make
 
-N, H, V = 9, 5, 11
 CHUNKS = [1, 7, None]
-KINDS = {
-    "plain": {},
-    "bias": {"bias": True},
-    "scale": {"scale": 0.3},
-    "softcap": {"softcap": 1.5},
-    "all": {"bias": True, "scale": 1.7, "softcap": 2.0},
-}
-
-
-def make(kind="plain", seed=0, dtype=torch.float64, n=N, grad=True):
-    generator = torch.Generator().manual_seed(seed)
-    options = dict(KINDS[kind])
-    hidden = torch.randn(n, H, generator=generator, dtype=torch.float64).to(dtype)
-    weight = torch.randn(V, H, generator=generator, dtype=torch.float64).to(dtype)
-    bias = torch.randn(V, generator=generator, dtype=torch.float64).to(dtype) if options.pop("bias", False) else None
-    leaves = [x.requires_grad_(grad) for x in (hidden, weight, bias) if x is not None]
-    targets = torch.randint(V, (n,), generator=generator)
-    return leaves, LMHead(weight, bias, **options), targets
 
 
 def reference(hidden, head, targets, temperature):

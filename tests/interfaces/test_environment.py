@@ -38,20 +38,14 @@ from tests.endpoint.chat_families import (
 from tests.endpoint.scripted import ScriptedSampler
 from tests.environments.environment_fixtures import Bad, Blocking, Busy, Tool
 from tests.environments.tool_fixtures import Calling
-from tests.tiny import TEXT, tiny_engine, tiny_tokenizer
+from tests.tiny import EOS, ids, tiny_engine, tiny_tokenizer
 from tests.toys import BigramModel, Prompts
 from tests.toys import experiment as toy_experiment
 
 FIXTURES = "tests.environments.environment_fixtures"
 TOOL = f"{FIXTURES}:Tool"
 BAD = f"{FIXTURES}:Bad"
-EOS = 2
 GO_ON, WON = ("", 0.0, False, False, {}), ("", 1.0, True, False, {})
-
-
-def ids(text: str) -> list[int]:
-    """Return the ids of text in the tiny tokenizer. A full stop is the end token."""
-    return [EOS if c == "." else 3 + TEXT.index(c) for c in text]
 
 
 class Scripted:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 
 import pytest
@@ -14,7 +13,7 @@ from realign.errors import CheckpointError, ConfigError
 from realign.records.recorded_calls import ROLLOUT, RecordedCall, read_calls, recorded_calls_path, write_calls
 from realign.runtime import run
 from realign.time_machine.replay import replay, replay_steps
-from tests.small_task import small_task
+from tests.small_task import recorded
 from tests.torchrun_ranks import Ranks
 
 # os.urandom: neither a seed nor the state of a generator in the checkpoint can repeat it
@@ -30,11 +29,6 @@ class Mood:
     def step(self, response):
         return "again", os.urandom(1)[0] / 256, response.turn >= 1, False, {}
 """
-
-
-@pytest.fixture(scope="module")
-def task(tmp_path_factory):
-    return small_task(tmp_path_factory.mktemp("task"))
 
 
 @pytest.fixture(scope="module")
@@ -94,11 +88,6 @@ CASES = {
     "episodes": ("episodes", []),
     "asynchronous episodes": ("episodes", ["rollout=async", "rollout.max_staleness=1"]),
 }
-
-
-def recorded(folder, step):
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return next(line for line in lines if line["step"] == step)
 
 
 def of_training(metrics):

@@ -119,13 +119,14 @@ def test_a_run_leaves_metrics_samples_curves_and_the_model(drawn_curves, tmp_pat
     ]
 
 
-def test_a_frozen_model_is_not_saved(tmp_path):
-    class FrozenModel(BigramModel):
-        def load(self, name, *, seed):
-            model = super().load(name, seed=seed)
-            model.engine.trainable = False
-            return model
+class FrozenModel(BigramModel):
+    def load(self, name, *, seed):
+        model = super().load(name, seed=seed)
+        model.engine.trainable = False
+        return model
 
+
+def test_a_frozen_model_is_not_saved(tmp_path):
     actor = GRPOActorInterface(generation=GENERATION, kl=KLPenalty(KLPlace.loss))
     parts = {"actor": actor, "ref": ReferenceInterface(), "reward": CountToken()}
     models = {"actor": BigramModel(), "ref": FrozenModel()}
@@ -268,16 +269,10 @@ def test_a_model_without_a_role_is_not_loaded(tmp_path):
 
 
 def test_a_trained_role_without_an_optimizer_is_refused_before_anything_is_sampled(tmp_path):
-    class Frozen(BigramModel):
-        def load(self, name, *, seed):
-            model = super().load(name, seed=seed)
-            model.engine.trainable = False
-            return model
-
     with pytest.raises(
         ConfigError, match=r"models\.actor: RPC 'actor_train' trains this model, which has no optimizer"
     ):
-        LocalRuntime(experiment(tmp_path, models={"actor": Frozen()}))
+        LocalRuntime(experiment(tmp_path, models={"actor": FrozenModel()}))
 
 
 def test_interfaces_are_closed_when_a_run_ends_or_fails(tmp_path):

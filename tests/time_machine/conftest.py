@@ -11,7 +11,7 @@ REWARD = "def score(prompt, response, row):\n    return len(response) / 5 + (res
 
 
 @pytest.fixture(scope="module")
-def task(tmp_path_factory):
+def work(tmp_path_factory):
     """Return a folder with a model and prompts in `task`, and a reward function."""
     folder = tmp_path_factory.mktemp("work")
     small_task(folder / "task")
@@ -20,7 +20,7 @@ def task(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def train(task):
+def train(work):
     """Return a function that trains a small run into runs/NAME."""
 
     def train(name, *words):
@@ -34,14 +34,14 @@ def train(task):
             *("batch_prompts=4", "checkpoint.every_steps=2", "checkpoint.keep=9"),
         ]
         with pytest.MonkeyPatch.context() as patch:
-            patch.chdir(task)
+            patch.chdir(work)
             assert main([*shared, *words, f"output_dir=runs/{name}"]) == 0
 
     return train
 
 
 @pytest.fixture(scope="module")
-def finished(task, train):
+def finished(work, train):
     """Return the folder in which a run of five steps is in runs/a, with checkpoints after steps 2, 4 and 5."""
     train("a", "experiment=grpo_arithmetic", "steps=5")
-    return task
+    return work

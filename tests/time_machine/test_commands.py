@@ -95,12 +95,12 @@ def test_a_step_of_the_parent_is_not_replayed_or_forked_in_a_fork(forked, monkey
     assert capsys.readouterr().out.splitlines()[-1] == "first bad step: 3"
 
 
-def test_steps_that_a_fork_takes_again_have_the_recorded_rewards(task, train, monkeypatch):
-    (task / "noisy.py").write_text(
+def test_steps_that_a_fork_takes_again_have_the_recorded_rewards(work, train, monkeypatch):
+    (work / "noisy.py").write_text(
         "import os\n\ndef score(prompt, response, row):\n    return os.urandom(1)[0] / 256\n"
     )
     train("noisy", "experiment=grpo_arithmetic", "steps=4", "interfaces.reward.function=noisy.py:score")
-    monkeypatch.chdir(task)
+    monkeypatch.chdir(work)
     assert main(["fork", "runs/noisy", "3", "output_dir=runs/again"]) == 0
     rewards = {
         name: [json.loads(line)["reward"] for line in Path("runs", name, "metrics.jsonl").read_text().splitlines()[1:]]
@@ -110,23 +110,23 @@ def test_steps_that_a_fork_takes_again_have_the_recorded_rewards(task, train, mo
     assert rewards["again"][3] != rewards["noisy"][3]
 
 
-def test_a_fork_with_weights_of_another_shape_names_the_setting(task, train, monkeypatch, capsys):
+def test_a_fork_with_weights_of_another_shape_names_the_setting(work, train, monkeypatch, capsys):
     lora = ("models.actor.trains=lora", "models.actor.trains.rank=4", "models.actor.gradient_checkpointing=false")
     train("lora", "experiment=grpo_arithmetic", "steps=3", *lora)
-    monkeypatch.chdir(task)
+    monkeypatch.chdir(work)
     assert main(["fork", "runs/lora", "2", "models.actor.trains.rank=8"]) == 2
     error = capsys.readouterr().err
     assert "models.actor does not match the checkpoint (models.actor.trains.rank was 4, is 8; " in error
 
 
-def test_a_fork_takes_steps_again_from_data_that_was_moved(task, train, monkeypatch, capsys):
-    shutil.copy(task / "task/prompts.jsonl", task / "rows.jsonl")
+def test_a_fork_takes_steps_again_from_data_that_was_moved(work, train, monkeypatch, capsys):
+    shutil.copy(work / "task/prompts.jsonl", work / "rows.jsonl")
     train("moved", "experiment=grpo_arithmetic", "steps=4", "data.path=rows.jsonl")
-    monkeypatch.chdir(task)
+    monkeypatch.chdir(work)
     Path("rows.jsonl").rename("elsewhere.jsonl")
     assert main(["fork", "runs/moved", "3", "data.path=elsewhere.jsonl", "output_dir=runs/on"]) == 0
     assert "no checkpoint at step 3" in capsys.readouterr().out
-    assert torch.equal(*(next(iter(weights(task / "runs" / name).values())) for name in ("moved", "on")))
+    assert torch.equal(*(next(iter(weights(work / "runs" / name).values())) for name in ("moved", "on")))
 
 
 def test_a_fork_that_is_interrupted_while_it_takes_steps_again_leaves_no_folder(finished, monkeypatch):
@@ -167,11 +167,11 @@ def test_a_run_from_elsewhere_says_where_the_paths_in_its_config_lead(forked, tm
         run_folder(forked / "runs" / "a")
 
 
-def test_steps_before_a_setting_was_changed_are_not_replayed_with_it(train, task, monkeypatch, capsys):
+def test_steps_before_a_setting_was_changed_are_not_replayed_with_it(train, work, monkeypatch, capsys):
     train("changed", "experiment=grpo_arithmetic", "steps=3")
     words = ["steps=5", "models.actor.optimizer.lr=1e-3", "resume=auto", "resume_allow=[models.actor.optimizer.lr]"]
     train("changed", "experiment=grpo_arithmetic", *words)
-    monkeypatch.chdir(task)
+    monkeypatch.chdir(work)
     capsys.readouterr()
     assert main(["replay", "runs/changed", "4"]) == 0
     assert "metrics equal to the recorded ones" in capsys.readouterr().out

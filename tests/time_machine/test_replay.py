@@ -13,7 +13,7 @@ from realign.config import build_experiment, compose
 from realign.errors import CheckpointError, ConfigError
 from realign.runtime import run
 from realign.time_machine.replay import differences, last_checkpoint, replay, write
-from tests.small_task import small_task
+from tests.small_task import recorded
 
 REWARD = """def score(prompt, response, row):
     return len(response) / 5 + (response[:1] in "13579")
@@ -38,11 +38,6 @@ CASES = {
     "asynchronous rollout": ["rollout=async", "rollout.max_staleness=0"],
     "moments of rewards": ["interfaces.actor.reward.scale=running", "interfaces.actor.kl.place=reward"],
 }
-
-
-@pytest.fixture(scope="module")
-def task(tmp_path_factory):
-    return small_task(tmp_path_factory.mktemp("task"))
 
 
 @pytest.fixture(scope="module")
@@ -79,11 +74,6 @@ def trained(task, tmp_path_factory):
 
 def experiment_of(folder, *overrides):
     return build_experiment(compose([str(folder / "config.yaml"), *overrides]))
-
-
-def recorded(folder, step):
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return next(line for line in lines if line["step"] == step)
 
 
 def of_training(metrics):

@@ -25,10 +25,10 @@ def contents(folder):
 
 
 @pytest.fixture(scope="module")
-def slow(task, train):
+def slow(work, train):
     """Return the folder with a run of four steps in runs/slow, whose learning rate is far too low."""
     train("slow", "experiment=grpo_arithmetic", "steps=4", f"{RATE}=1e-9", "models.actor.optimizer.schedule.warmup=0")
-    return task
+    return work
 
 
 def test_records_are_judged_without_torch(tmp_path):

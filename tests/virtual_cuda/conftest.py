@@ -10,8 +10,6 @@ from typing import TypeAlias
 
 import pytest
 
-from tests.small_task import small_task
-
 REAL = "tests.virtual_cuda.real" in sys.modules
 Compose: TypeAlias = Callable[..., list[str]]
 """Returns the overrides of a run, given an experiment and more overrides."""
@@ -30,11 +28,6 @@ def limit() -> Callable[[int], AbstractContextManager[None]]:
     else:
         from tests.virtual_cuda import device  # it refuses to be loaded after torch
     return device.limit
-
-
-@pytest.fixture(scope="session")
-def task(tmp_path_factory):
-    return small_task(tmp_path_factory.mktemp("task"))
 
 
 @pytest.fixture

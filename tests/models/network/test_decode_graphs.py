@@ -19,7 +19,7 @@ from realign.samplers.in_process import decode, rollout_model
 from realign.samplers.in_process.compiled.fused_layers import FusedTrunk
 from realign.samplers.in_process.compiled.library import CompiledDecode
 from realign.samplers.in_process.settings import InProcessSampling
-from tests.samplers.in_process.rollouts import UNTIED, prompts, responses, sample_of
+from tests.samplers.in_process.rollouts import UNTIED, check_equal, prompts, sample_of
 from tests.tiny import tiny_engine
 
 PAGE = 8
@@ -65,11 +65,6 @@ def use_graphs(monkeypatch: pytest.MonkeyPatch) -> Any:
 def generate(family: str = "qwen2", **settings: Any) -> Any:
     sampling = InProcessSampling(compiled_decode=CompiledDecode.off, **settings)
     return tiny_engine(family, model=UNTIED, sampling=sampling).generate(sample_of(prompts()), CONFIG, seed=0)
-
-
-def check_equal(got: Any, want: Any) -> None:
-    assert responses(got) == responses(want)
-    torch.testing.assert_close(got["logprobs"], want["logprobs"], atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("paged", [False, True])

@@ -28,6 +28,11 @@ def responses(out):
     return [x[m].tolist() for x, m in zip(out.sequences(), out.sequences("loss_mask"), strict=True)]
 
 
+def check_equal(got, want):
+    assert responses(got) == responses(want)
+    torch.testing.assert_close(got["logprobs"], want["logprobs"], atol=1e-5, rtol=1e-5)
+
+
 def same(a, b):
     return a.lengths["input_ids"] == b.lengths["input_ids"] and all(torch.equal(a[k], b[k]) for k in a.data)
 

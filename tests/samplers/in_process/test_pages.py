@@ -20,7 +20,7 @@ from realign.samplers.in_process.compiled.library import CompiledDecode
 from realign.samplers.in_process.decode import RowEntry, Stopping
 from realign.samplers.in_process.draw import response_keys
 from realign.samplers.in_process.settings import InProcessSampling
-from tests.samplers.in_process.rollouts import UNTIED, prompts, responses, sample_of
+from tests.samplers.in_process.rollouts import UNTIED, check_equal, prompts, sample_of
 from tests.tiny import tiny_engine, tiny_model
 
 PAGE = 8
@@ -51,11 +51,6 @@ def in_pages(monkeypatch: pytest.MonkeyPatch) -> list[PagedKVCache]:
     monkeypatch.setattr(PagedKVCache, "__init__", counted)
     monkeypatch.setattr(FusedTrunk, "runs_paged", True)
     return made
-
-
-def check_equal(got: Any, want: Any) -> None:
-    assert responses(got) == responses(want)
-    torch.testing.assert_close(got["logprobs"], want["logprobs"], atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("window", [None, 5])

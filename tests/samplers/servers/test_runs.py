@@ -21,18 +21,11 @@ from realign.runtime.run_experiment import check_ranks
 from realign.samplers.servers.probe import SAMPLED
 from realign.samplers.servers.server_sampler import Servers
 from realign.samplers.servers.vllm import Vllm
-from realign.testing import BigramEngine
 from tests.engines.distributed.run_ranks import run_ranks
 from tests.samplers.servers.fake_server import FakeServer, random_table
+from tests.table_sampler import TrainsOnly
 from tests.toys import Digits
 from tests.toys import experiment as toy
-
-
-class TrainsOnly(BigramEngine):
-    """Engine that fails if it samples."""
-
-    def generate(self, data, config, *, seed):
-        raise AssertionError("the engine must not sample")
 
 
 class Words(Digits):
