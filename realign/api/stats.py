@@ -206,9 +206,6 @@ def _pearson(n: float, x: float, y: float, xx: float, yy: float, xy: float) -> f
     return (xy / n - (x / n) * (y / n)) / math.sqrt(variances[0] * variances[1])
 
 
-_SAFE = (torch.float32, torch.float64, torch.int64)
-
-
 def _as_stat(name: str, raw: Stat | tuple[Tensor, Tensor]) -> Stat:
     kind = type(raw) if isinstance(raw, Stat) else Mean
     if not isinstance(raw, tuple) or len(raw) != len(kind._fields):
@@ -225,8 +222,8 @@ def _number(name: str, x: Tensor) -> Tensor:
     """Return a number without dimensions in a dtype that is safe to sum: bools would be or-ed, and fp16 would round."""
     if x.numel() != 1:
         raise ValueError(f"metric {name!r} must contain single numbers, found a tensor of shape {list(x.shape)}")
-    if x.dtype in _SAFE and not x.ndim and not x.requires_grad:  # most are, and each step merges hundreds
-        return x
+    if not x.ndim and not x.requires_grad and x.dtype in (torch.float32, torch.float64, torch.int64):
+        return x  # most are, and each step merges hundreds
     x = x.detach().reshape(())
     if x.is_floating_point():
         return x.float() if x.itemsize < 4 else x

@@ -79,11 +79,12 @@ class ModuleReader:
         """
         from transformers import AutoConfig
 
+        labels = {"num_labels": 1} if self.head.is_scalar else {}
         path = self.path if self.adapter is None else self.adapter.base
         path = check_path(f"models.{self.role}.path", path)
         hub = "" if Path(path).is_dir() else " from the hub (if offline, set HF_HUB_OFFLINE=1)"
         with readable(f"{self.setting}: cannot load {path!r}{hub}"):
-            config = AutoConfig.from_pretrained(path, trust_remote_code=self.trust_remote_code)
+            config = AutoConfig.from_pretrained(path, trust_remote_code=self.trust_remote_code, **labels)
         family = config.model_type
         with readable(f"{self.setting}: model family {family!r} cannot be loaded from {path!r} with head={self.head}"):
             module, info = self._load(path, config)
@@ -105,7 +106,6 @@ class ModuleReader:
         from realign.models.network.attention import ATTENTION
 
         kind = self.head.auto_class(config)
-        labels = {"num_labels": 1} if self.head.is_scalar else {}
         unread = None if self.unread_on is None else weights_in(path, self.unread_on)
 
         def load(attention: str | None, **more: Any) -> tuple[Any, dict[str, Any]]:
@@ -115,12 +115,12 @@ class ModuleReader:
             with torch.random.fork_rng(), quiet_transformers():
                 torch.manual_seed(self.seed)
                 if unread is not None:
-                    return self._convert(path, kind, dict(unread), labels, settings)
+                    return self._convert(path, kind, config, dict(unread), settings)
                 return kind.from_pretrained(
                     path,
                     trust_remote_code=self.trust_remote_code,
                     use_safetensors=True,  # the alternative format is a pickle
-                    **labels,
+                    config=config,
                     **self.settings,
                     **settings,
                 )
@@ -140,12 +140,11 @@ class ModuleReader:
         return module, info
 
     def _convert(
-        self, path: str, kind: Any, unread: dict[str, Any], labels: Mapping[str, Any], settings: Mapping[str, Any]
+        self, path: str, kind: Any, config: Any, unread: dict[str, Any], settings: Mapping[str, Any]
     ) -> tuple[Any, dict[str, Any]]:
         """Return a module that has the unread weights of the folder, and what transformers says about them."""
-        from transformers import AutoConfig, GenerationConfig
+        from transformers import GenerationConfig
 
-        config = AutoConfig.from_pretrained(path, trust_remote_code=self.trust_remote_code, **labels)
         with torch.device("meta"):  # only a class, not an Auto class, accepts weights instead of a folder
             family = type(kind.from_config(copy.deepcopy(config), trust_remote_code=self.trust_remote_code))
         module, info = family.from_pretrained(None, config=config, state_dict=unread, **settings)

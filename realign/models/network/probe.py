@@ -150,9 +150,8 @@ def small_model(
 def probe_head(model: Any, head: LMHead | ScalarHead) -> None:
     """Check the head of a model that runs unpacked; see `probe`."""
     ids_T = _random_ids(model)
-    _, own = _alone(model, ids_T)
     # The body called as realign calls it, which may be otherwise than the model does. `probe` runs it packed.
-    _probe_head(model, head, _bodies(model, ids_T), own)
+    _probe_head(model, head, _bodies(model, ids_T), _alone(model, ids_T)[1])
 
 
 @torch.no_grad()
