@@ -12,10 +12,10 @@ import re
 import shlex
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean, median, pstdev
 from typing import Any
 
 from realign.records.evidence import (
@@ -122,12 +122,26 @@ def diagnose(run: RunRecords, further: Iterable[Symptom] = ()) -> Diagnosis:
     for symptom in (*further, *SYMPTOMS):
         try:
             causes = symptom(run) or ()
-            found += [causes] if isinstance(causes, Cause) else causes
+            for cause in [causes] if isinstance(causes, Cause) else causes:
+                found.append(replace(cause, settings=tuple(_new_settings(run, cause.settings))))
         except Exception as error:  # a folder may come from a stranger, and a value be of any kind
             name = getattr(symptom, "__name__", type(symptom).__name__)
             skipped.append(f"{name} was skipped: {type(error).__name__}: {shorten(str(error), 200)}")
     sentence, causes = _judge(run, found)
     return Diagnosis(sentence, causes, tuple(skipped))
+
+
+def _new_settings(run: RunRecords, settings: Iterable[str]) -> Iterator[str]:
+    """Yield the settings that the run doesn't have yet, and also for its evaluation, where that has the same values."""
+    for setting in settings:
+        key, _, text = setting.partition("=")
+        now, other = run.setting(key), re.fullmatch(r"\$\{(.+)\}", text)
+        if now == (run.setting(other[1]) if other else load_yaml(text)):
+            continue
+        yield setting
+        evaluated = key.replace(GENERATION, "evaluation.generation")
+        if evaluated != key and now is not None and run.setting(evaluated) == now:  # config.yaml has inherited values
+            yield f"{evaluated}={text}"
 
 
 def _judge(run: RunRecords, found: Sequence[Cause]) -> tuple[str, tuple[Cause, ...]]:
@@ -285,7 +299,8 @@ def same_rewards(run: RunRecords) -> Iterator[Cause]:
         count, reward, more = len(run.rewards), run.rewards[0], 4 * int(run.setting(f"{GENERATION}.n", 8))
         if len(run.right) >= max(2, 0.02 * count):
             fact = f"{len(run.right)} of {count} sampled responses contain the answer of their row"
-            yield _cause("not-parsed", CERTAIN, fact, run.show(*run.right), reward=reward)
+            sure = CERTAIN if len(run.right) >= 0.1 * count else POSSIBLE
+            yield _cause("not-parsed", sure, fact, run.show(*run.right), reward=reward)
         elif max(run.evaluated, default=0.0) <= reward + 0.02:
             yield _cause("too-hard", LIKELY, run.show(*run.samples), count=count, reward=reward, more=more)
     elif judged and not varies and max(run.rewards) > 0 and run.recent("missing_rewards") <= 0.2 and not run.succeeds:
@@ -379,7 +394,8 @@ def rows_apart(run: RunRecords) -> Iterator[Cause]:
     # at first, many responses are right in another form
     told = [i for i in range(total // 2, total) if sum(map(_ends_right, groups[i])) > 1]
     rejected = [i for i in told if failed[i]]
-    if len(told) > len(rejected) >= max(3, 0.25 * len(told)):
+    paid = [_ends_right(sample) for group in groups[total // 2 :] for sample in group if sample["reward"] > floor]
+    if len(told) > len(rejected) >= max(3, 0.25 * len(told)) and sum(paid) > 0.7 * len(paid):
         chance, trait, rows = 0.0, "the right answer at the end of several responses", frozenset(rejected)
     if chance < (1e-3 if run.learns else 1e-2) and not all(failed[total * 2 // 3 :]):
         other = next(group for i, group in enumerate(groups) if not failed[i])
@@ -400,9 +416,12 @@ def rewards_apart(run: RunRecords) -> Iterator[Cause]:
     # later, what a reward pays for may have led to long or short responses, right or not
     rated = [s for s in run.samples if is_number(s.get("reward")) and (s.get("step") or 0) <= run.last // 4]
     right, wrong = ([s["reward"] for s in rated if (id(s) in answered) is whether] for whether in (True, False))
+    shown = run.show(*(s for s in rated if id(s) in answered))
     if min(len(right), len(wrong)) > 4 and max(right) < median(wrong):
-        shown = run.show(*(s for s in rated if id(s) in answered))
         yield _cause("right-punished", CERTAIN, shown, right=fmean(right), wrong=fmean(wrong))
+    elif _unrelated(right, wrong) and not run.learns and any(distinct(group, "reward") for group in run.groups):
+        fact = f"{len(right)} and {len(wrong)} early responses"
+        yield _cause("reward-unrelated", LIKELY, fact, shown, right=fmean(right), wrong=fmean(wrong))
     same = defaultdict[Any, list[Mapping[str, Any]]](list)
     for sample in (sample for group in run.groups for sample in group):
         same[sample.get("step"), sample.get("id"), sample.get("response")].append(sample)
@@ -418,6 +437,15 @@ def rewards_apart(run: RunRecords) -> Iterator[Cause]:
             fact = f"nine in ten are below {usual:.4g}"
             yield _cause("reward-outliers", LIKELY if run.learns else PROVEN, fact, high=ordered[-1], what=what)
             break
+
+
+def _unrelated(right: Sequence[float], wrong: Sequence[float]) -> bool:
+    """Return whether two samples of rewards have the same mean, while a fifth of the range would be told apart."""
+    rewards = [*right, *wrong]
+    if min(len(right), len(wrong)) < RECENT or min(rewards) == max(rewards):
+        return False
+    error = pstdev(rewards) * math.sqrt(1 / len(right) + 1 / len(wrong))
+    return fmean(right) - fmean(wrong) < error < 0.2 * (max(rewards) - min(rewards))
 
 
 # --- what should agree, and doesn't ---
@@ -445,8 +473,11 @@ def evaluation_differs(run: RunRecords) -> Iterator[Cause]:
     if run.generalizes() or not run.evaluated or run.silent:
         return
     changes = run.movement > 1e-3 and len(set(run.values(run.goal[0]))) > 1
-    if len(set(run.evaluated)) == 1 and len(run.evaluated) > (2 if run.trains() else 3) and (run.trains() or changes):
-        facts.append(f"{run.held_out[0]} is {run.evaluated[0]:.4g} in each of {len(run.evaluated)} evaluations")
+    same = run.values(run.held_out[0], run.history)
+    # a loss falls long before answers are right
+    enough = 6 if run.offline else 3 if run.trains() else 4
+    if len(set(same)) == 1 and len(same) >= enough and (run.trains() or changes):
+        facts.append(f"{run.held_out[0]} is {same[0]:.4g} in each of {len(same)} evaluations")
         names = ("interfaces.reward.function", "evaluation.reward.function", "evaluation.role")
         facts += [f"{name}={run.setting(name)}" for name in names if run.setting(name)]
     seen = Counter(word for words in ours for word in words)

@@ -160,6 +160,15 @@ CASES = {
             for good in (True, False)
         ],
     ),
+    "reward-unrelated": RunRecords(
+        history(),
+        CONFIG,
+        [
+            sample | {"answer": f"r{i}", "response": f"{j} r{i}" if j < 4 else f"w{j}", "reward": float(j % 2)}
+            for i, sample in enumerate(samples("a"))
+            for j in range(8)
+        ],
+    ),
     "wrong-sign": RunRecords(
         history(), config(interfaces__actor__truncation={"reward": "add", "penalty": 1.0, "overlong_buffer": 0})
     ),
@@ -364,6 +373,29 @@ def test_without_a_rate_in_the_config_advice_starts_from_the_recorded_one():
     warming = config(models__actor__optimizer__lr=None, models__actor__optimizer__schedule={"warmup": 99})
     (cause,) = diagnose(RunRecords(history(0.2, 0.2, FLAT, lr=(1e-5, 2e-4)), warming)).causes
     assert cause.name == "warmup"
+
+
+def test_a_command_changes_what_the_run_has_also_where_its_evaluation_inherited_it():
+    given = config(steps=STEPS, models__actor__optimizer__schedule={"total": STEPS, "unit": "optimizer_step"})
+    (cause,) = diagnose(RunRecords(CASES["learning-rate-ends"].history, given)).causes
+    assert cause.settings == ("models.actor.optimizer.schedule.unit=train_step",)
+    run = CASES["stopped"]
+    inherits = run.config | {"evaluation": {"generation": run.setting("interfaces.actor.generation")}}
+    cause = diagnose(RunRecords(run.history, inherits, run.samples)).causes[0]
+    names = ("interfaces.actor.generation", "evaluation.generation")
+    assert cause.settings == tuple(f"{name}.stop_strings=[]" for name in names)
+
+
+def test_a_few_right_answers_among_rewards_of_0_are_no_proof_of_a_wrong_form():
+    few = [sample | {"answer": f"r{i}"} for i, sample in enumerate(samples(*"abcd"))]
+    few[:3] = [sample | {"response": sample["answer"]} for sample in few[:3]]
+    named = {cause.name: cause.sure for cause in diagnose(RunRecords(history(0.0, 0.0, **QUIET), CONFIG, few)).causes}
+    assert named["not-parsed"] < 0.5
+
+
+def test_held_out_pairs_below_chance_are_no_constant_evaluation():
+    records = history(**{"rewards/accuracy": (0.5, 0.95), "eval/rewards/accuracy": (0.4, 0.1)})
+    assert [cause.name for cause in diagnose(RunRecords(records, CONFIG)).causes] == ["swapped-pairs"]
 
 
 def test_an_evaluation_whose_answers_are_all_the_same_says_what_one_answer_earns():
