@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -114,7 +113,8 @@ def preflight(experiment: Experiment, console: Console) -> None:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     say("\nGraph\n" + to_text(experiment.graph, shared_roles(experiment.models)))
-    say("Disk\n  " + _disk_line(experiment.output_dir))
+    out = experiment.output_dir
+    say(f"Disk\n  {out}: {shutil.disk_usage(writable(out)).free / GIB:.1f} GiB free")
     say("\nDevices\n  " + _devices_line())
     for role, mesh in describe_meshes(experiment).items():
         say(f"  {role}: {mesh}")
@@ -272,11 +272,6 @@ def _run_calls(runtime: LocalRuntime) -> SequenceSample:
             model, interface = runtime.models[rpc.model], runtime.interfaces[rpc.model]
             batch, _ = call(rpc, model, interface, batch, runtime.experiment.microbatch, runtime.graph)
     return batch
-
-
-def _disk_line(output_dir: Path) -> str:
-    """Return the free disk space of `output_dir`."""
-    return f"{output_dir}: {shutil.disk_usage(writable(output_dir)).free / GIB:.1f} GiB free"
 
 
 def _devices_line() -> str:

@@ -260,16 +260,15 @@ def _add_waiting(
         _check(composed)
         together = {}
         for name, extra in extras.items():  # one of them at least, so each on its own
-            problem = _problem(composed, [*base, *_words(together | extra)])
-            if problem is None:
+            if (problem := _problem(composed, [*base, *_words(together | extra)])) is None:
                 together |= extra
             else:
                 imported.by_hand.append(f"{name}: {problem}")
                 imported.fates[name] = "by hand"
     own |= together
-    if left := _words({key: value for key, value in missing.items() if key not in own}):
-        own |= dict(_pairs(left))
-        imported.by_hand.append(f"{', '.join(left)}: yours to fill in, since the config doesn't say it")
+    if left := {key: value for key, value in missing.items() if key not in own}:
+        own |= left
+        imported.by_hand.append(f"{', '.join(_words(left))}: yours to fill in, since the config doesn't say it")
 
 
 def _problem(composed: Composed, overrides: Sequence[str]) -> str | None:

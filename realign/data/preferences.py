@@ -188,7 +188,8 @@ class PreferenceData(ResponseSource):
         chosen, rejected = ([x] if isinstance(x, Mapping) else x for x in (chosen, rejected))
         if isinstance(chosen, list) and isinstance(rejected, str):
             rejected = [{"role": "assistant", "content": rejected}]
-        several = _is_several(chosen)
+        # a list of responses, instead of one response: a string or a list of messages
+        several = isinstance(chosen, list) and not (chosen and isinstance(chosen[0], Mapping))
         better, worse = (chosen, rejected) if several else ([chosen], [rejected])
         if not isinstance(better, list) or not isinstance(worse, list) or len(better) != len(worse) or not better:
             raise DataError(
@@ -228,11 +229,6 @@ def _is_answer(chosen: Any) -> bool:
         return isinstance(chosen, Mapping) or (isinstance(chosen, str) and "Assistant:" not in chosen)
     first = chosen[0] if chosen else None
     return isinstance(first, Mapping) and (first.get("role") == "assistant" or first.get("from") == "gpt")
-
-
-def _is_several(chosen: Any) -> bool:
-    """Return whether a value is a list of responses, instead of one response (a string or a list of messages)."""
-    return isinstance(chosen, list) and not (chosen and isinstance(chosen[0], Mapping))
 
 
 def _check_labels(kind: LabelKind, numbers: list[float], labels: Any) -> None:

@@ -93,7 +93,8 @@ def run_line(folder: Path, key: str, metrics: Metrics | None = None) -> dict[str
     """Return a short description of a run for the list of runs; see `run_data` for the arguments."""
     info, end = run_info(folder), summary(folder)
     curves = (metrics or Metrics(folder / METRICS)).update().columns()
-    shown = next((name for name in (*_headline(info), *curves["values"]) if name in curves["values"]), None)
+    headline = sorted(info["headline"], key=lambda name: not name.startswith("eval/"))
+    shown = next((name for name in (*headline, *curves["values"]) if name in curves["values"]), None)
     return {
         "key": key,
         "name": info["name"] or end["name"] or folder.name,
@@ -122,10 +123,6 @@ def _diagnosis(folder: Path) -> dict[str, Any]:
     diagnosis = diagnosis_of(folder)
     causes = [{**asdict(cause), "surety": cause.surety, "command": cause.command(folder)} for cause in diagnosis.causes]
     return {"sentence": diagnosis.sentence, "causes": causes}
-
-
-def _headline(info: Mapping[str, Any]) -> list[str]:
-    return sorted(info["headline"], key=lambda name: not name.startswith("eval/"))
 
 
 def status(folder: Path, info: Mapping[str, Any], end: Mapping[str, Any]) -> dict[str, str]:

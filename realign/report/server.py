@@ -80,7 +80,7 @@ class Viewer:
             host: its header `Host`.
             known: its header `If-None-Match`.
         """
-        if self.options.is_loopback and _without_port(host) not in {*LOOPBACK, self.options.host}:
+        if self.options.is_loopback and re.sub(r":\d+$", "", host) not in {*LOOPBACK, self.options.host}:
             return Answer(HTTPStatus.BAD_REQUEST, b"unknown host", {"Content-Type": "text/plain"})
         path, _, query = target.partition("?")
         if path == "/":
@@ -118,10 +118,6 @@ class Viewer:
             empty: dict[str, Any] = {"step": 0, "steps": None, "seconds": None, "started": "", "metric": None}
             empty |= {"folder": str(folder.absolute()), "id": "", "parent": {}, "last": {}, "config": {}, "wrong": ""}
             return {"key": key, "name": folder.name, "status": state, "curve": [], **empty}
-
-
-def _without_port(host: str) -> str:
-    return re.sub(r":\d+$", "", host)
 
 
 def _json(content: Any, **headers: str) -> Answer:
