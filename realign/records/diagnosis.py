@@ -274,7 +274,8 @@ def same_texts(run: RunRecords) -> Iterator[Cause]:
     alike = bool(early) and len(same) >= 0.6 * len(groups) and run.recent("zero_std_fraction", 1.0) >= 0.5
     if alike and not run.succeeds and not run.learns:
         fact = f"in {len(same)} of {len(groups)} sampled groups"
-        yield _cause("equal-responses", CERTAIN if len(same) == len(groups) else LIKELY, fact, run.show(same[0][0]))
+        sure = CERTAIN if len(same) == len(groups) and not facts else LIKELY  # one answer to everything explains it
+        yield _cause("equal-responses", sure, fact, run.show(same[0][0]))
 
 
 def _collapsed(run: RunRecords) -> list[str]:
