@@ -52,6 +52,7 @@ class Worker:
             "TOKENIZERS_PARALLELISM": "false",
             "PYTHONPATH": python_path(spec["side"]),
             "WANDB_DISABLED": "true",
+            "THP_MEM_ALLOC_ENABLE": "1",  # as the command line of realign sets it, and for the other side, too
         }
         environment |= {"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1", **VARIABLES.get(side, {})}
         self.log = (folder / f"{side}.log").open("ab")
