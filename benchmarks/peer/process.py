@@ -48,13 +48,10 @@ class Worker:
         spec = {"scenario": scenario.name, "steps": steps, "threads": threads, "options": options}
         spec |= {"folder": str(folder), "side": "trl_ppo" if (side, scenario.algorithm) == ("trl", "ppo") else side}
         environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": str(threads)}
-        environment |= {
-            "TOKENIZERS_PARALLELISM": "false",
-            "PYTHONPATH": python_path(spec["side"]),
-            "WANDB_DISABLED": "true",
-            "THP_MEM_ALLOC_ENABLE": "1",  # as the command line of realign sets it, and for the other side, too
-        }
-        environment |= {"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1", **VARIABLES.get(side, {})}
+        environment |= {"TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": python_path(spec["side"])}
+        environment |= {"WANDB_DISABLED": "true", "HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
+        # the command line of realign sets it, and it helps the other side as well
+        environment |= {"THP_MEM_ALLOC_ENABLE": "1", **VARIABLES.get(side, {})}
         self.log = (folder / f"{side}.log").open("ab")
         self.process = subprocess.Popen(
             [str(PYTHON.get(side, sys.executable)), "-m", "benchmarks.peer.worker", json.dumps(spec)],
