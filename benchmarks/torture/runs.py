@@ -166,8 +166,10 @@ class Launch:
 
 
 def compared(record: str) -> dict[str, Any]:
-    """Return the metrics of a step without timings."""
-    return {k: v for k, v in json.loads(record).items() if k != "seconds" and not k.endswith("_s")}
+    """Return the metrics of a step without timings and the hash of the settings, and failures of any kind as one."""
+    metrics = {k: v for k, v in json.loads(record).items() if k not in ("seconds", "settings") and k[-2:] != "_s"}
+    failures = sum(metrics.pop(k) for k in [*metrics] if k.startswith("failures/"))
+    return metrics | {"failures": failures}
 
 
 def hashes(folder: Path) -> dict[str, str]:
