@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -227,21 +227,19 @@ class BigramEngine(PipelinableEngine):
         if config.sampling_replay:
             raise ValueError("generation.sampling_replay=true: a bigram table samples from all of its tokens")
         logp_VV = (self.logits_VV / config.temperature).log_softmax(-1)
-        probs, best = logp_VV.exp().unbind(), logp_VV.argmax(-1).tolist()
-        completions = [self._respond(request, logp_VV, probs, best) for request in requests_of(data, config, seed)]
+        probs_VV, best = logp_VV.exp(), logp_VV.argmax(-1).tolist()
+        completions = [self._respond(request, logp_VV, probs_VV, best) for request in requests_of(data, config, seed)]
         out = sample_of(data, completions, config.n)
         return out.select(out.keys - {"versions"})
 
-    def _respond(self, request: Request, logp_VV: Tensor, probs: Sequence[Tensor], best: list[int]) -> Completion:
+    def _respond(self, request: Request, logp_VV: Tensor, probs_VV: Tensor, best: list[int]) -> Completion:
         config, generator = request.config, torch.Generator().manual_seed(request.response_seed)
-        noise_V = torch.empty_like(probs[0])
         tokens, ended = [int(request.prompt_ids[-1])], False
         while len(tokens) <= config.max_new_tokens and not ended:
             last = tokens[-1]
-            # The token of `torch.multinomial`, whose checks take most of its time.
-            sampled = None if config.greedy else (probs[last] / noise_V.exponential_(generator=generator)).argmax()
-            tokens.append(best[last] if sampled is None else int(sampled))
-            ended = tokens[-1] == 0 and not config.fixed_length
+            token = best[last] if config.greedy else int(torch.multinomial(probs_VV[last], 1, generator=generator))
+            tokens.append(token)
+            ended = token == 0 and not config.fixed_length
         ids, truncated = torch.tensor(tokens), not ended and not config.fixed_length
         logps = logp_VV[ids[:-1], ids[1:]].float()
         return Completion(ids[1:], logps, torch.zeros_like(ids[1:], dtype=torch.int32), truncated)

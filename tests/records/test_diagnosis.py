@@ -398,6 +398,14 @@ def test_held_out_pairs_below_chance_are_no_constant_evaluation():
     assert [cause.name for cause in diagnose(RunRecords(records, CONFIG)).causes] == ["swapped-pairs"]
 
 
+def test_answers_that_are_wrong_at_first_are_no_constant_evaluation_of_a_loss_that_falls():
+    offline = {"interfaces": {"actor": {"_target_": "sft"}}, "evaluation": {"role": "actor"}}
+    records = [record | {"nll": 2 - record["step"] / 20} for record in history(held_out=(0.0,) * 5)]
+    assert diagnose(RunRecords(records, offline)).causes == ()
+    records[18] |= {"eval/reward": 0.0}
+    assert [cause.name for cause in diagnose(RunRecords(records, offline)).causes] == ["evaluation-differs"]
+
+
 def test_an_evaluation_whose_answers_are_all_the_same_says_what_one_answer_earns():
     """The figures are those of a real run, in which all 48 answers were equal."""
     records = history()
