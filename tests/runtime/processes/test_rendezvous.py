@@ -229,8 +229,9 @@ def test_a_rank_that_is_killed_in_any_phase_ends_the_other_with_one_message_and_
     codes, said = Ranks(here, *words, *model, *reward, evaluation).ended()
     left = 1 if phase == "scoring" else 0  # of rank 0, which alone scores
     assert (codes[left], codes[1 - left]) == (75, -signal.SIGKILL), said
-    *torchs, line = said[left].splitlines()
-    assert left or not torchs  # torch says that the store of rank 0 is gone
+    (line,) = re.findall(r"^error: .*", said[left], re.MULTILINE)
+    # torch says from another thread that the store of rank 0 is gone, before or after our line
+    assert left or said[left] == f"{line}\n"
     assert "Traceback" not in said[left]
     assert line.startswith(f"error: rank {left} of 2 lost another rank, which was killed or whose machine failed")
     assert line.endswith("Restart the run with resume=auto.")
