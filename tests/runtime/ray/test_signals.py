@@ -23,14 +23,14 @@ from pathlib import Path
 import torch
 
 from realign.runtime import CheckpointSpec, Ray, run
-from realign.cli.exit_codes import guarded
+from realign.cli.exit_codes import run_guarded
 from tests.checkpoint_runs import experiment, save_files
 
 torch.set_num_threads(1)
 files = Path(sys.argv[1])
 settings = {"steps": 10_000, "checkpoint": CheckpointSpec(), "runtime": Ray()}
 made = experiment(save_files(files), files / "out", "raft", **settings)
-sys.exit(guarded(lambda: run(made) and None, debug=False))
+sys.exit(run_guarded(lambda: run(made) and None, debug=False))
 """
 START_S = 240
 """Maximum duration of the first steps on a busy machine, in seconds."""
