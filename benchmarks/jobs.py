@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+import psutil
 from safetensors.torch import load_file
 
 LIMIT_S = 300
@@ -78,8 +78,8 @@ class Launch:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for pid in [*descendants(self.process.pid)] if self.process.poll() is None else []:
-            kill(pid)
+        if self.process.poll() is None:
+            kill_descendants(psutil.Process(self.process.pid))
         self.process.kill()
         self.process.wait()
 
@@ -108,24 +108,8 @@ class Launch:
         return self.log.read_text(errors="replace")[-3000:]
 
 
-def descendants(pid: int) -> Iterator[int]:
-    """Yield the descendants of a process (Linux)."""
-    for thread in Path(f"/proc/{pid}/task").glob("*/children"):
-        with suppress(OSError):  # the thread has ended meanwhile
-            for child in map(int, thread.read_text().split()):
-                yield child
-                yield from descendants(child)
-
-
-def command_of(pid: int) -> str:
-    """Return the command line of a process, or its title if it changed it; empty if the process has ended."""
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").strip()
-    except OSError:
-        return ""
-
-
-def kill(pid: int) -> None:
-    """Send SIGKILL to a process that may have ended already."""
-    with suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
+def kill_descendants(process: psutil.Process) -> None:
+    """Send SIGKILL to all descendants of a process."""
+    for child in process.children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            child.kill()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections import Counter
@@ -11,9 +10,10 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
-from benchmarks.jobs import command_of, descendants, kill
+from benchmarks.jobs import kill_descendants
 from benchmarks.report import table
 from benchmarks.servers.task import loaded, prepared, prompts, sampling
 from realign.api import GenerationConfig, MicroBatchSpec, Model, Sampler, SequenceSample
@@ -82,9 +82,9 @@ PHASES: Mapping[str, Callable[[Sampler, Model, int], None]] = {
 
 def kill_server(number: int) -> None:
     """Kill all processes of one of the servers that this process has started."""
-    guards = [pid for pid in descendants(os.getpid()) if "guard.py" in command_of(pid)]
-    for pid in [*descendants(guards[number % len(guards)])]:
-        kill(pid)
+    started = psutil.Process().children(recursive=True)
+    guards = [x for x in started if "guard.py" in str(x.as_dict(["cmdline"]))]  # of a zombie, it is None
+    kill_descendants(guards[number % len(guards)])
 
 
 def wrong_tokens(data: SequenceSample, done: Sequence[Completion], policies: Sequence[Model]) -> int:
