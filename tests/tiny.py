@@ -19,7 +19,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from realign.api import MicroBatchSpec, SequenceSample, masked_max, masked_mean
+from realign.api import MicroBatchSpec, SequenceSample, masked_max, masked_mean, stat_values
 from realign.engines.training.optimizer import OptimizerSpec
 from realign.engines.training.transformers_engine import TransformersEngine
 from realign.functional import nll_loss
@@ -208,3 +208,28 @@ def train(engine, data, spec=ONE, loss=None):
 
 def weights(engine):
     return {name: x.detach().clone() for name, x in engine.module.named_parameters()}
+
+
+def logprobs(engine, data, spec=ONE):
+    return engine.forward(data, spec, lambda out, mb: mb.with_tokens(logprobs=out.logprobs()))["logprobs"]
+
+
+def lower_logprobs(engine, data, steps=1):
+    """Train to make the sequences less likely, and return the engine."""
+    for _ in range(steps):
+        engine.train_batch(data, ONE, lambda out, mb: (out.logprobs().sum(), {}), lambda d: d["loss_mask"].sum())
+    return engine
+
+
+def gradients(engine, data, spec, loss):
+    """Return the gradient by name, and the metrics, of one step."""
+    stats = engine.accumulate(data, spec, loss, torch.tensor(30.0))
+    return {n: p.grad.clone() for n, p in engine.module.named_parameters() if p.grad is not None}, stat_values(stats)
+
+
+def assert_same(a, b, atol=1e-6):
+    assert a.keys() == b.keys()
+    for name in a:
+        torch.testing.assert_close(
+            a[name], b[name], atol=atol, rtol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
+        )

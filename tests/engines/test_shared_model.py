@@ -8,7 +8,7 @@ from realign.engines import OptimizerSpec, SharedModel, TransformersModel
 from realign.errors import ConfigError, SettingsError
 from realign.models import Causal, Lora, Score, TopLayers, ValueHead
 from realign.testing import BigramEngine
-from tests.tiny import random_sample, save_tiny
+from tests.tiny import logprobs, lower_logprobs, random_sample, save_tiny
 
 ONE = MicroBatchSpec()
 STEP = OptimizerSpec(lr=1e-2, grad_clip=None)
@@ -20,15 +20,6 @@ def load(folder, branch="reference", layers=None, **fields):
     actor = TransformersModel(str(folder), device="cpu", optimizer=STEP, **fields).load("actor", seed=0)
     ref = SharedModel("actor", branch, layers).load("ref", seed=0, loaded={"actor": actor})
     return actor.engine, ref.engine
-
-
-def logprobs(engine, data, spec=ONE):
-    return engine.forward(data, spec, lambda out, mb: mb.with_tokens(logprobs=out.logprobs()))["logprobs"]
-
-
-def train(engine, data, steps=3):
-    for _ in range(steps):
-        engine.train_batch(data, ONE, lambda out, mb: (out.logprobs().sum(), {}), lambda d: d["loss_mask"].sum())
 
 
 REFERENCES = {
@@ -56,12 +47,12 @@ def test_trap_b7_the_reference_is_the_start_and_never_moves(tmp_path, name):
     start = logprobs(ref, data)
     assert torch.equal(start, logprobs(actor, data))
     torch.testing.assert_close(start, logprobs(separate, data), atol=1e-6, rtol=1e-6)
-    train(actor, data)
+    lower_logprobs(actor, data, 3)
     assert torch.equal(logprobs(ref, data), start)
     assert (logprobs(actor, data) - start).abs().max() > 1e-2
     cut = logprobs(ref, data, MicroBatchSpec(max_tokens_per_microbatch=20))
     torch.testing.assert_close(cut, start, atol=1e-5, rtol=1e-5)
-    train(actor, data, 1)  # scoring with the reference leaves the actor trainable
+    lower_logprobs(actor, data, 1)  # scoring with the reference leaves the actor trainable
     again = logprobs(actor, data)
     assert not torch.equal(again, start)
     assert torch.equal(logprobs(ref, data), start)
@@ -72,7 +63,7 @@ def test_only_the_top_is_trained(tmp_path):
         folder = save_tiny(tmp_path / f"tied-{tied}", "llama", tie_word_embeddings=tied)
         engine = TransformersModel(str(folder), optimizer=STEP, trains=TopLayers(1)).load("actor", seed=0).engine
         before = {n: p.detach().clone() for n, p in engine.module.named_parameters()}
-        train(engine, random_sample(LENGTHS), 1)
+        lower_logprobs(engine, random_sample(LENGTHS))
         moved = {n for n, p in engine.module.named_parameters() if not torch.equal(p, before[n])}
         top = {n for n in before if n.startswith("model.layers.2.")} | {"model.norm.weight"}
         assert moved == top | (set() if tied else {"lm_head.weight"})
@@ -107,7 +98,7 @@ def test_a_reference_only_scores(tmp_path):
     data = random_sample(LENGTHS)
     assert not ref.capabilities().trainable
     with pytest.raises(ValueError, match=r"models.ref shares the model of role 'actor' and cannot train"):
-        train(ref, data)
+        lower_logprobs(ref, data, 3)
     with pytest.raises(ValueError, match="which cannot generate"):
         ref.generate(data, GenerationConfig(), seed=0)
     with pytest.raises(ValueError, match="which cannot be saved"):

@@ -9,13 +9,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from realign.api import MicroBatchSpec
 from realign.engines import OptimizerSpec, SharedModel, TransformersModel
 from realign.errors import ConfigError, DataError
 from realign.models import All, Causal, Lora, Score, Value, ValueHead
 from realign.models.files.unread import weights_in
 from realign.models.module_reader import check_head
-from tests.tiny import VOCAB, random_sample, save_tiny
+from tests.tiny import VOCAB, logprobs, lower_logprobs, random_sample, save_tiny
 
 ALONE = Lora(rank=4, merge_on_save=False)
 
@@ -27,18 +26,6 @@ DATA = random_sample(((9, 4, 6), (12,)))
 def model(folder, **fields):
     settings = {"optimizer": STEP, "trains": ALONE, "device": "cpu", "load_in_4bit": True, **fields}
     return TransformersModel(str(folder), **settings)
-
-
-def logprobs(engine):
-    spec = MicroBatchSpec()
-    return engine.forward(DATA, spec, lambda out, mb: mb.with_tokens(logprobs=out.logprobs()))["logprobs"]
-
-
-def train(engine, steps=2):
-    for _ in range(steps):
-        engine.train_batch(
-            DATA, MicroBatchSpec(), lambda out, mb: (out.logprobs().sum(), {}), lambda d: d["loss_mask"].sum()
-        )
 
 
 @pytest.fixture
@@ -71,7 +58,7 @@ def test_linear_layers_are_loaded_as_nf4_on_the_device(tmp_path, stubbed, dtype)
     assert stubbed["device_map"] == {"": torch.device("cpu")}
     assert stubbed["dtype"] == torch.float32
     assert engine.fusion is None
-    train(engine)
+    lower_logprobs(engine, DATA, 2)
 
 
 @pytest.mark.parametrize(
@@ -196,11 +183,11 @@ def test_weights_that_no_layer_takes_are_refused(tmp_path, family):
 )
 def test_harmless_weights_are_left_over_and_other_parts_are_named_once(tmp_path, name, warned):
     folder = save_tiny(tmp_path / "m")
-    wanted = logprobs(loaded(folder))
+    wanted = logprobs(loaded(folder), DATA)
     change(folder, lambda state: state | {name: torch.ones(4)})
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        assert torch.equal(logprobs(loaded(folder)), wanted)
+        assert torch.equal(logprobs(loaded(folder), DATA), wanted)
     said = [str(w.message) for w in caught if "not used" in str(w.message)]
     assert said == [f"models.actor.path={str(folder)!r}: 1 weights are not used, such as {name!r}."] * warned
 

@@ -16,7 +16,7 @@ from realign.models.network.attention import ATTENTION, use_attention
 from realign.models.network.passes import Layout, SharedPrompts
 from realign.models.network.routers import BIAS, Routers
 from tests.families import family_model
-from tests.tiny import random_sample, save_tiny, tiny_engine, tiny_tokenizer
+from tests.tiny import assert_same, gradients, random_sample, save_tiny, tiny_engine, tiny_tokenizer
 
 LENGTHS = ((9, 4, 6), (12,), (3, 5), (8, 2, 2, 1))
 ONE = MicroBatchSpec()
@@ -37,12 +37,6 @@ def loss(output, data):
 def nothing(output, data):
     """A loss whose gradient is 0, so that only the experts are balanced."""
     return 0 * output.logprobs().sum(), {}
-
-
-def train(engine, data, spec=ONE, loss=loss):
-    """Return the gradient by name, and the metrics, of one step."""
-    stats = engine.accumulate(data, spec, loss, torch.tensor(30.0))
-    return {n: p.grad.clone() for n, p in engine.module.named_parameters() if p.grad is not None}, stat_values(stats)
 
 
 def sample(seed=0):
@@ -80,18 +74,10 @@ def by_definition(engine, data):
     ).mean()
 
 
-def assert_same(a, b, atol=1e-6):
-    assert a.keys() == b.keys()
-    for name in a:
-        torch.testing.assert_close(
-            a[name], b[name], atol=atol, rtol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
-        )
-
-
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss"])
 def test_loss_and_gradient_equal_those_of_transformers_on_one_micro_batch(family):
     engine, data = engine_with(0.5, family), sample()
-    gradient, stats = train(engine, data, loss=nothing)
+    gradient, stats = gradients(engine, data, ONE, nothing)
     want = by_definition(engine, data)
     assert stats["load_balancing_loss"] == pytest.approx(want.item(), rel=1e-5)
     engine.module.zero_grad()
@@ -106,9 +92,9 @@ def test_loss_and_gradient_equal_those_of_transformers_on_one_micro_batch(family
 @pytest.mark.parametrize("which", [loss, nothing])
 def test_the_gradient_does_not_depend_on_micro_batches(which, checkpointing):
     data = sample()
-    whole, metrics = train(engine_with(), data, loss=which)
+    whole, metrics = gradients(engine_with(), data, ONE, which)
     for spec in SPECS:
-        gradient, stats = train(engine_with(gradient_checkpointing=checkpointing), data, spec, which)
+        gradient, stats = gradients(engine_with(gradient_checkpointing=checkpointing), data, spec, which)
         assert stats["n_microbatches"] > 1
         assert_same(gradient, whole)
         assert {n: stats[n] for n in NAMES} == pytest.approx({n: metrics[n] for n in NAMES}, rel=1e-5)
@@ -116,9 +102,9 @@ def test_the_gradient_does_not_depend_on_micro_batches(which, checkpointing):
 
 def test_the_gradient_does_not_depend_on_the_order_or_on_shared_prompts():
     data = sample()
-    whole, metrics = train(engine_with(shared_prompts=SharedPrompts.off), data)
+    whole, metrics = gradients(engine_with(shared_prompts=SharedPrompts.off), data, ONE, loss)
     for spec in (ONE, SPECS[0]):
-        gradient, stats = train(engine_with(), data.take([2, 0, 3, 1]), spec)
+        gradient, stats = gradients(engine_with(), data.take([2, 0, 3, 1]), spec, loss)
         assert stats["shared_tokens"] > 0
         assert_same(gradient, whole)
         assert {n: stats[n] for n in NAMES} == pytest.approx({n: metrics[n] for n in NAMES}, rel=1e-5)
@@ -126,7 +112,7 @@ def test_the_gradient_does_not_depend_on_the_order_or_on_shared_prompts():
 
 def test_the_metrics_are_loads_relative_to_the_mean():
     engine, data = engine_with(), sample()
-    _, stats = train(engine, data, SPECS[0])
+    _, stats = gradients(engine, data, SPECS[0], loss)
     chosen = [x.topk(2).indices.flatten() for x in router_logits(engine, data)]
     counts = torch.stack([torch.bincount(x, minlength=4) for x in chosen]).float()
     load = counts / counts.mean(-1, keepdim=True)
@@ -144,12 +130,12 @@ def test_adapters_are_trained_through_frozen_routers(tmp_path):
         load_balancing=LoadBalancing(0.5),
         device="cpu",
     )
-    data, gradients = sample(), []
+    data, found = sample(), []
     for each in (ONE, SPECS[0]):
         engine = spec.load("actor", seed=0).engine
-        gradients.append(train(engine, data, each, nothing)[0])
-    assert any(float(x.abs().max()) > 1e-5 for x in gradients[0].values())
-    assert_same(*gradients)
+        found.append(gradients(engine, data, each, nothing)[0])
+    assert any(float(x.abs().max()) > 1e-5 for x in found[0].values())
+    assert_same(*found)
 
 
 @pytest.mark.parametrize("family", ["qwen2_moe", "olmoe", "granitemoe", "minimax", "flex_olmo"])

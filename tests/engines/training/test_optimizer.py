@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-from realign.api import MicroBatchSpec
 from realign.config import build_experiment, compose
 from realign.engines import (
     OptimizerSpec,
@@ -24,7 +23,7 @@ from realign.engines.training.stepper import Stepper
 from realign.engines.training.torch_optimizer import ELEMENTWISE, MixedOptimizer
 from realign.errors import ConfigError, SettingsError
 from realign.records.checkpoint.serialize import pack, unpack
-from tests.tiny import random_sample, tiny_engine
+from tests.tiny import lower_logprobs, random_sample, tiny_engine
 
 
 def run(spec, start, gradients):
@@ -179,14 +178,6 @@ def spec(name, **fields):
     return TorchOptimizer(of=f"torch.optim.{name}", **fields)
 
 
-def train(engine, steps):
-    for _ in range(steps):
-        engine.train_batch(
-            DATA, MicroBatchSpec(), lambda out, mb: (out.logprobs().sum(), {}), lambda d: d["loss_mask"].sum()
-        )
-    return engine
-
-
 def weights(engine):
     return {name: x.clone() for name, x in engine.weights().items()}
 
@@ -242,7 +233,7 @@ def test_muon_updates_the_matrices_of_layers_and_adamw_the_rest(family):
     assert any("emb" in name or "wte" in name for name in by_adamw)
     assert not any("norm" in name or "ln_" in name or "bias" in name for name in by_muon)
     before = weights(engine)
-    train(engine, 1)
+    lower_logprobs(engine, DATA, 1)
     assert {group["lr"] for group in muon.param_groups} == {0.02}
     assert {group["lr"] for group in adamw.param_groups} == {1e-3}
     assert adamw.defaults["betas"] == (0.8, 0.9)
@@ -253,11 +244,11 @@ def test_muon_updates_the_matrices_of_layers_and_adamw_the_rest(family):
 def test_resuming_from_a_checkpoint_is_exact(of):
     settings = TorchOptimizer(of=of, lr=1e-3, schedule=Schedule("linear", total=9), ema_decay=0.5)
     whole, first, second = (tiny_engine(optimizer=settings) for _ in range(3))
-    train(whole, 4)
-    packed = pack(train(first, 2).state_dict(), copy=True)
+    lower_logprobs(whole, DATA, 4)
+    packed = pack(lower_logprobs(first, DATA, 2).state_dict(), copy=True)
     state = unpack(packed.state, packed.tensors)
     second.load_state_dict(state)
-    train(second, 2)
+    lower_logprobs(second, DATA, 2)
     for name, x in weights(whole).items():
         assert torch.equal(x, second.weights()[name])
     for one, two in zip(whole._average.average, second._average.average, strict=True):
@@ -265,12 +256,12 @@ def test_resuming_from_a_checkpoint_is_exact(of):
 
 
 def test_a_state_of_other_shapes_or_dtypes_is_refused():
-    engine = train(tiny_engine(optimizer=spec("SGD", lr=0.1, arguments={"momentum": 0.9})), 1)
+    engine = lower_logprobs(tiny_engine(optimizer=spec("SGD", lr=0.1, arguments={"momentum": 0.9})), DATA)
     state = engine.state_dict()
     state["optimizer"]["optimizer"]["state"][0]["momentum_buffer"] = torch.zeros(3)
     with pytest.raises(ValueError, match=r"parameter 0 has shape .*, but its momentum_buffer has \[3\]"):
         engine.load_state_dict(state)
-    forgetful = train(tiny_engine(optimizer=TorchOptimizer(of=f"{__name__}.Forgetful", lr=0.1)), 1)
+    forgetful = lower_logprobs(tiny_engine(optimizer=TorchOptimizer(of=f"{__name__}.Forgetful", lr=0.1)), DATA)
     with pytest.raises(ValueError, match=r"Forgetful restores its code as torch\.float32, but it was torch\.int8"):
         forgetful.load_state_dict(forgetful.state_dict())
 
@@ -310,12 +301,6 @@ class ScheduleFree(torch.optim.SGD):
 def test_an_optimizer_that_cannot_be_used_is_refused_by_name(fields, message):
     with pytest.raises(SettingsError, match=message):
         TorchOptimizer(**fields)
-
-
-def test_an_8_bit_optimizer_without_bitsandbytes_names_the_extra(monkeypatch):
-    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    with pytest.raises(SettingsError, match=r"not installed. Run pip install 'realign-rl\[quantization\]'"):
-        TorchOptimizer(of="bitsandbytes.optim.AdamW8bit")
 
 
 def optimizer_of(tmp_path, *words):

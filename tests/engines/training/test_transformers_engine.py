@@ -22,7 +22,7 @@ from realign.samplers.in_process.compiled import fusion
 from realign.samplers.in_process.compiled.trunk import tile_products
 from realign.samplers.in_process.settings import InProcessSampling
 from tests.grids import rotating
-from tests.tiny import FAMILIES, ONE, STEP, Likelihood, random_sample, tiny_engine, train, weights
+from tests.tiny import FAMILIES, ONE, STEP, Likelihood, assert_same, random_sample, tiny_engine, train, weights
 
 LENGTHS = ((9, 4, 6), (12,), (3, 5), (8, 2, 2, 1))
 SPECS = [ONE, *(MicroBatchSpec(n_microbatches=n) for n in (2, 3, 4, 9))]
@@ -31,13 +31,6 @@ SPECS += [MicroBatchSpec(max_tokens_per_microbatch=15)]
 
 def moved(engine, before):
     return max(float((x - before[name]).abs().max()) for name, x in weights(engine).items())
-
-
-def assert_same(a, b, atol=1e-6):
-    for name in a:
-        torch.testing.assert_close(
-            a[name], b[name], atol=atol, rtol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
-        )
 
 
 def test_one_step_equals_padded_reference_with_plain_torch():

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from realign.api import GenerationConfig, MicroBatchSpec, SequenceSample, stat_values
+from realign.api import GenerationConfig, MicroBatchSpec, SequenceSample
 from realign.api.router_experts import ROUTER_EXPERTS, experts_per_token, without_experts
 from realign.engines import OptimizerSpec
 from realign.engines.training.transformers_engine import TransformersEngine
@@ -16,7 +16,7 @@ from realign.models.network.passes import SharedPrompts
 from realign.models.network.routers import RouterReplay
 from realign.samplers.in_process.settings import InProcessSampling
 from tests.families import family_model
-from tests.tiny import VOCAB, tiny_engine, tiny_model, tiny_tokenizer
+from tests.tiny import VOCAB, assert_same, gradients, tiny_engine, tiny_model, tiny_tokenizer
 
 ONE = MicroBatchSpec()
 STEP = OptimizerSpec(lr=1e-2, eps=1.0, grad_clip=None)  # a large eps keeps the step proportional to the gradient
@@ -49,20 +49,6 @@ def not_replayed(data):
 
 def loss(output, data):
     return nll_loss(output.logprobs(), data["loss_mask"]).sum(), {}
-
-
-def train(engine, data, spec=ONE):
-    """Return the gradient by name, and the metrics, of one step."""
-    stats = engine.accumulate(data, spec, loss, torch.tensor(30.0))
-    return {n: p.grad.clone() for n, p in engine.module.named_parameters() if p.grad is not None}, stat_values(stats)
-
-
-def assert_same(a, b, atol=1e-6):
-    assert a.keys() == b.keys()
-    for name in a:
-        torch.testing.assert_close(
-            a[name], b[name], atol=atol, rtol=1e-4, msg=lambda text, name=name: f"{name}: {text}"
-        )
 
 
 @torch.no_grad()
@@ -146,7 +132,7 @@ def test_families_with_other_routers_replay_the_choices_of_their_rollouts(family
     out = rollout(engine)
     perturb(engine)
     changed = logprobs(engine, out)
-    _, stats = train(engine, out)
+    _, stats = gradients(engine, out, ONE, loss)
     assert stats["router_changes"] > 0.05
     hooks = forced(engine, out)
     whole = logprobs(engine, not_replayed(out))
@@ -211,7 +197,7 @@ def test_changed_routers_replay_the_choices_with_weights_and_gradients_of_their_
     torch.testing.assert_close(logprobs(engine, out), want, atol=1e-5, rtol=1e-4)
     assert float((logprobs(engine, not_replayed(out)) - want).abs().max()) > 1e-2
     for spec in (ONE, MicroBatchSpec(n_microbatches=3)):
-        replayed, stats = train(engine, out, spec)
+        replayed, stats = gradients(engine, out, spec, loss)
         assert_same(replayed, gradient)
         assert [stats[name] for name in METRICS] == pytest.approx(changes)
         assert (stats["shared_tokens"] > 0) == ("shared_prompts" not in settings)
@@ -226,10 +212,10 @@ def test_prompts_are_shared_only_where_the_choices_of_all_responses_are_equal():
     other = out.lengths["input_ids"].starts[1] + 3  # the fourth prompt token of the second response
     experts[other, :2] = torch.tensor([3, 2]) if set(experts[other, :2].tolist()) != {2, 3} else torch.tensor([0, 1])
     changed = out.with_tokens(**{ROUTER_EXPERTS: experts})
-    shared, stats = train(engine, changed)
-    alone, unshared = train(moe_engine(shared_prompts=SharedPrompts.off), changed)
+    shared, stats = gradients(engine, changed, ONE, loss)
+    alone, unshared = gradients(moe_engine(shared_prompts=SharedPrompts.off), changed, ONE, loss)
     assert_same(shared, alone)
-    assert 0 < stats["shared_tokens"] < train(moe_engine(), out)[1]["shared_tokens"]
+    assert 0 < stats["shared_tokens"] < gradients(moe_engine(), out, ONE, loss)[1]["shared_tokens"]
     assert [stats[name] for name in METRICS] == pytest.approx([unshared[name] for name in METRICS])
 
 

@@ -21,7 +21,7 @@ from realign.engines import OptimizerSpec, TransformersModel
 from realign.errors import ConfigError
 from realign.models import Causal, Lora, ValueHead
 from tests.encoder_decoders import save_pair
-from tests.tiny import random_sample, save_tiny
+from tests.tiny import logprobs, lower_logprobs, random_sample, save_tiny
 
 MODEL = {"_target_": "realign.engines.TransformersModel", "path": "nowhere", "optimizer": {"lr": 0.1}}
 
@@ -64,15 +64,6 @@ def load(folder, lora=None, **fields):
     return spec.load("actor", seed=0).engine
 
 
-def logprobs(engine, data):
-    return engine.forward(data, ONE, lambda out, mb: mb.with_tokens(logprobs=out.logprobs()))["logprobs"]
-
-
-def train(engine, data, steps=3):
-    for _ in range(steps):
-        engine.train_batch(data, ONE, lambda out, mb: (out.logprobs().sum(), {}), lambda d: d["loss_mask"].sum())
-
-
 def plain_logprobs(module, data):
     parts = []
     for ids in data.sequences():
@@ -89,7 +80,7 @@ def test_the_base_stays_and_the_saved_folder_is_the_trained_model(tmp_path, fami
     engine, data = load(folder), random_sample(LENGTHS)
     base = {n.replace(".base_layer", ""): p for n, p in engine.module.named_parameters() if "lora_" not in n}
     start = {name: p.detach().clone() for name, p in base.items()}
-    train(engine, data)
+    lower_logprobs(engine, data, 3)
     assert all(torch.equal(p, start[name]) for name, p in base.items())
     assert not any(p.requires_grad for p in base.values())
     engine.save(tmp_path / "out")
@@ -113,7 +104,7 @@ def test_the_base_stays_and_the_saved_folder_is_the_trained_model(tmp_path, fami
 def test_adapters_compute_what_the_paper_says(tmp_path):
     engine = load(save_tiny(tmp_path / "m", "llama"), Lora(rank=2, alpha=6, target_modules=["q_proj"]))
     data = random_sample(LENGTHS)
-    train(engine, data, 2)
+    lower_logprobs(engine, data, 2)
     layer = engine.module.model.layers[1].self_attn.q_proj
     a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
     assert (a.shape, b.shape) == ((2, 64), (64, 2))
@@ -127,7 +118,7 @@ def test_adapters_compute_what_the_paper_says(tmp_path):
 def test_adapters_alone_are_a_folder_of_peft(tmp_path):
     folder = save_tiny(tmp_path / "m")
     engine, data = load(folder, Lora(rank=4, merge_on_save=False)), random_sample(LENGTHS)
-    train(engine, data)
+    lower_logprobs(engine, data, 3)
     engine.save(tmp_path / "out")
     assert not list((tmp_path / "out").glob("model*.safetensors"))
     config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
@@ -140,7 +131,7 @@ def test_adapters_alone_are_a_folder_of_peft(tmp_path):
 def test_a_model_with_adapters_answers(tmp_path, dtype):
     engine = load(save_tiny(tmp_path / "m"), head=Causal(ValueHead(1)), dtype=dtype, gradient_checkpointing=True)
     data = random_sample(LENGTHS)
-    train(engine, data)
+    lower_logprobs(engine, data, 3)
     prompts = SequenceSample.from_sequences(["a", "b"], {"prompt_ids": [[[5, 6, 7]], [[8, 9]]]})
     answered = engine.generate(prompts, GenerationConfig(n=2, max_new_tokens=6, fixed_length=True), seed=1)
     mask_T = answered["loss_mask"]
@@ -152,10 +143,10 @@ def test_a_model_with_adapters_answers(tmp_path, dtype):
 def test_a_model_with_adapters_continues_exactly(tmp_path):
     folder, data = save_tiny(tmp_path / "m"), random_sample(LENGTHS)
     whole, first, second = load(folder), load(folder), load(folder)
-    train(whole, data, 3)
-    train(first, data, 2)
+    lower_logprobs(whole, data, 3)
+    lower_logprobs(first, data, 2)
     second.load_state_dict(first.state_dict())
-    train(second, data, 1)
+    lower_logprobs(second, data, 1)
     assert torch.equal(logprobs(second, data), logprobs(whole, data))
 
 
@@ -185,7 +176,7 @@ def test_base_model_and_adapter_that_are_saved_apart_are_the_trained_model(tmp_p
     """Also with merge_on_save, for servers that get adapters alone."""
     folder = save_tiny(tmp_path / "m", "llama", tie_word_embeddings=tied)
     engine, data = load(folder, Lora(rank=3, merge_on_save=True)), random_sample(LENGTHS)
-    train(engine, data)
+    lower_logprobs(engine, data, 3)
     assert engine.adapter_rank == 3
     engine.save_base(tmp_path / "base")
     engine.save_adapter(tmp_path / "adapter")
