@@ -1,4 +1,4 @@
-"""Child processes of tests."""
+"""Child processes and servers of tests, and waiting for them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -127,3 +130,24 @@ def gone(pid, within_s=60.0):
             return True
         time.sleep(0.05)
     return False
+
+
+def until(condition: Callable[[], object], within_s: float = 60.0) -> None:
+    """Wait until the condition is true. Fail if it takes longer than this."""
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not become true"
+        time.sleep(0.01)
+
+
+@contextmanager
+def served(server: ThreadingHTTPServer) -> Iterator[str]:
+    """Run a server on loopback in a thread. Yield its URL."""
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()

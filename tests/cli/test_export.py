@@ -9,7 +9,6 @@ import os
 import re
 import subprocess
 import sys
-import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from realign.cli import commands as cli
 from realign.engines import OptimizerSpec, TransformersModel
 from realign.models import Lora, Score
 from realign.version import installed_version
+from tests.processes import served
 from tests.tiny import random_sample, save_tiny, tiny_tokenizer
 
 TEXT = "1 + 2\n= 3"
@@ -266,14 +266,9 @@ class Hub(BaseHTTPRequestHandler):
 @pytest.fixture
 def hub():
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    server.url = f"http://127.0.0.1:{server.server_port}"
     server.files, server.requests, server.refuses = {}, [], 0
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
-    thread.start()
-    yield server
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with served(server) as server.url:
+        yield server
 
 
 def push(hub, run: Path, tmp_path: Path, **env: str) -> subprocess.CompletedProcess[str]:

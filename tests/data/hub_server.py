@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import unquote, urlsplit
+
+from tests.processes import served
 
 NAME = "org/name"
 
@@ -38,14 +39,8 @@ class HubServer(ThreadingHTTPServer):
 def hub(files: dict[str, bytes]) -> Iterator[HubServer]:
     """Serve a dataset `org/name` with these files."""
     server = HubServer(files)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
-    thread.start()
-    try:
+    with served(server):
         yield server
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
 
 
 class _Handler(BaseHTTPRequestHandler):

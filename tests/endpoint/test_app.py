@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 
@@ -21,6 +20,7 @@ from realign.endpoint.server import SPARE
 from realign.endpoint.sessions import Session
 from realign.samplers.in_process.background import StreamingEngine
 from tests.endpoint.scripted import CONFIG, HELLO, KEY, letters, served, user
+from tests.processes import until
 from tests.table_sampler import TableSampler
 from tests.tiny import tiny_engine, tiny_tokenizer
 
@@ -51,13 +51,6 @@ def client_of(endpoint: Endpoint, session: Session, **options) -> OpenAI:
 
 def post(endpoint: Endpoint, path: str, body: bytes, key: str = KEY) -> httpx2.Response:
     return httpx2.post(f"{endpoint.url}{path}", content=body, headers={"Authorization": f"Bearer {key}"}, timeout=60)
-
-
-def wait_until(condition, seconds: float = 60.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "the condition did not become true"
-        time.sleep(0.01)
 
 
 def test_health_needs_no_key_and_models_lists_the_model(endpoint, client):
@@ -110,7 +103,7 @@ def test_a_stream_sends_text_before_the_response_ends():
                 if text:
                     break
         assert len(text) < 50_000
-        wait_until(lambda: not sampler.active)  # the client left, so its request ended
+        until(lambda: not sampler.active)  # the client left, so its request ended
 
 
 def test_stop_strings_end_a_response_and_are_not_part_of_its_text():
@@ -248,7 +241,7 @@ def test_closing_a_session_cancels_its_unfinished_calls():
         session = opened(endpoint)
         with client_of(endpoint, session) as client:
             call = threads.submit(client.chat.completions.create, model="tiny", messages=HELLO)
-            wait_until(lambda: sampler.active)
+            until(lambda: sampler.active)
             endpoint.sessions.close(session)
             with pytest.raises(openai.ConflictError, match="session has ended"):
                 call.result(60)
@@ -330,8 +323,8 @@ def test_a_client_that_does_not_read_its_stream_is_cut_off_at_the_time_limit():
     with served(config=config, limit=None, timeout_s=2.0) as (endpoint, sampler), connected(endpoint) as slow:
         body = json.dumps({"messages": HELLO, "stream": True}).encode()
         slow.sendall(request_head(len(body)) + body)
-        wait_until(lambda: sampler.active)
-        wait_until(lambda: not sampler.active)
+        until(lambda: sampler.active)
+        until(lambda: not sampler.active)
 
 
 def test_a_request_that_takes_too_long_is_an_error_and_its_sampling_ends():
@@ -339,7 +332,7 @@ def test_a_request_that_takes_too_long_is_an_error_and_its_sampling_ends():
     with served(config=config, limit=None, timeout_s=1.0) as (endpoint, sampler):
         out = post(endpoint, CHAT, X)
         assert (out.status_code, out.json()["error"]["code"]) == (504, "timeout")
-        wait_until(lambda: not sampler.active)
+        until(lambda: not sampler.active)
 
 
 def test_requests_above_the_limit_of_concurrent_ones_are_rejected():
@@ -348,13 +341,13 @@ def test_requests_above_the_limit_of_concurrent_ones_are_rejected():
         waiting = [connected(endpoint) for _ in range(2)]
         for one in waiting:
             one.sendall(request_head(len(X)) + X)
-        wait_until(lambda: len(sampler.active) == 2)
+        until(lambda: len(sampler.active) == 2)
         out = post(endpoint, CHAT, X)
         assert (out.status_code, out.json()["error"]["code"]) == (429, "too_many_requests")
         assert httpx2.get(f"{endpoint.url}/health").status_code == 200
         for one in waiting:
             one.close()
-        wait_until(lambda: not sampler.active)
+        until(lambda: not sampler.active)
 
 
 def test_a_client_that_disconnects_cancels_its_request_and_captures_nothing():
@@ -365,8 +358,8 @@ def test_a_client_that_disconnects_cancels_its_request_and_captures_nothing():
         head = request_head(len(body)).replace(KEY.encode(), session.key.encode())
         with connected(endpoint) as leaving:
             leaving.sendall(head + body)
-            wait_until(lambda: session.started == 1 and len(sampler.active) == 3)
-        wait_until(lambda: not sampler.active)
+            until(lambda: session.started == 1 and len(sampler.active) == 3)
+        until(lambda: not sampler.active)
         assert len(session.capture) == 0
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -13,6 +12,7 @@ import pytest
 from realign.api.environment import Response
 from realign.environments import EnvironmentPool, Limits, SharedLoop, TurnWriter
 from tests.environments.environment_fixtures import Blocking
+from tests.processes import until
 from tests.tiny import tiny_tokenizer
 
 BLOCKED = "a call blocked the event loop, which was abandoned"
@@ -27,10 +27,7 @@ def released() -> Iterator[None]:
     Blocking.closed.clear()
     yield
     Blocking.release.set()
-    deadline = time.monotonic() + 60
-    while threads() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not threads()
+    until(lambda: not threads())
 
 
 def threads() -> list[threading.Thread]:

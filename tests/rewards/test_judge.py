@@ -17,6 +17,7 @@ from realign.rewards import FailureKind, RewardPool
 from realign.rewards.judge import Judge, Number, Pattern, Structured
 from realign.rewards.pool.http import Unreachable
 from tests.bad_answers import BAD, answered, bad_server
+from tests.processes import served
 
 client = pytest.mark.skipif(importlib.util.find_spec("openai") is None, reason="needs the package openai (extra judge)")
 KEY = "s3cret-key"
@@ -83,17 +84,9 @@ def server(answer):
         def log_message(self, *args):
             pass
 
-    running = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    running.daemon_threads = True
-    thread = threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    state.url = f"http://127.0.0.1:{running.server_port}/v1"
-    try:
+    with served(ThreadingHTTPServer(("127.0.0.1", 0), Handler)) as url:
+        state.url = f"{url}/v1"
         yield state
-    finally:
-        running.shutdown()
-        thread.join()
-        running.server_close()
 
 
 def ask(judge: Judge, responses, workers=0, row=None, **settings):

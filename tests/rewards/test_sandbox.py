@@ -21,6 +21,7 @@ from realign.rewards.sandbox import (
     find_sandbox,
     runs_to_its_end,
 )
+from tests.processes import until
 from tests.rewards.escapes import OUTSIDE, REFUSED
 
 LIMITS = ProgramLimits(timeout_s=20.0, memory_mb=256, processes=8, disk_mb=16)
@@ -115,14 +116,6 @@ def named(name):
     return numbers
 
 
-def gone(name):
-    """Wait until no process has the name, and return whether that happened within 10 seconds."""
-    deadline = time.monotonic() + 60
-    while named(name) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return not named(name)
-
-
 SURVIVORS = {
     "double fork": (True, "if os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n        import time\n"
                           "        time.sleep(600)\n    os._exit(0)\nos.wait()"),
@@ -142,7 +135,7 @@ def test_no_process_of_a_program_survives_it(ends, source, sandbox, outside):
     name = f"survivor{time.monotonic_ns() % 10**6}"
     limits = LIMITS if ends else replace(LIMITS, timeout_s=1.5)
     assert runs_to_its_end(NAMED.format(name=name) + source, limits, sandbox) is ends
-    assert gone(name)
+    until(lambda: not named(name))
 
 
 def test_a_program_dies_with_the_process_that_runs_it(sandbox, tmp_path):
@@ -151,12 +144,9 @@ def test_a_program_dies_with_the_process_that_runs_it(sandbox, tmp_path):
     limits = replace(LIMITS, timeout_s=600.0)
     script = f"from realign.rewards.sandbox import *\nruns_to_its_end({source!r}, {limits!r}, {sandbox!r})"
     with subprocess.Popen([sys.executable, "-c", script], cwd=Path(__file__).parents[2]) as process:
-        deadline = time.monotonic() + 60
-        while not named(name) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert named(name)
+        until(lambda: named(name))
         process.send_signal(signal.SIGKILL)
-    assert gone(name)
+    until(lambda: not named(name))
 
 
 def test_programs_of_the_sandbox_see_no_variable_of_the_run_and_few_processes(sandbox, monkeypatch):

@@ -22,6 +22,7 @@ from realign.rewards.pool.worker import answer as worker_answer
 from realign.rewards.terms import FunctionTerm, Openrlhf
 from realign.text import headline
 from tests.bad_answers import BAD, answered, bad_server
+from tests.processes import served
 from tests.tiny import random_sample, tiny_tokenizer
 
 
@@ -48,15 +49,8 @@ def server(answer):
         def log_message(self, *args):
             pass
 
-    running = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{running.server_port}/score", got
-    finally:
-        running.shutdown()
-        thread.join()
-        running.server_close()
+    with served(ThreadingHTTPServer(("127.0.0.1", 0), Handler)) as url:
+        yield f"{url}/score", got
 
 
 def test_prompt_response_and_row_are_posted_and_the_reward_comes_back():

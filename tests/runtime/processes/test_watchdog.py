@@ -7,7 +7,6 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable
 
 import pytest
 from torch.distributed import HashStore
@@ -20,14 +19,8 @@ from realign.runtime.processes import watchdog
 from realign.runtime.processes.watchdog import CallTimeout, RankWatch, Watch, watch_for
 from realign.runtime.runtime_spec import Local, Ray
 from realign.signals import Interrupted
+from tests.processes import until
 from tests.toys import CountToken, experiment
-
-
-def wait_for(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_operations_are_listed_while_they_run_in_any_thread():
@@ -58,7 +51,7 @@ def test_an_error_passes_through_and_ends_the_operation():
 def test_a_slow_call_without_a_limit_is_a_warning_and_the_run_continues(caplog):
     watch = Watch(0, ends=False)
     with watch.doing("evaluation"), watch.doing("call 'actor_gen'", limited=True):
-        wait_for(lambda: caplog.records)
+        until(lambda: caplog.records)
     assert [record.getMessage() for record in caplog.records] == [
         "call 'actor_gen' has not finished after 0 minutes. The run continues. Set runtime.rpc_timeout_minutes to end "
         "a run whose calls hang."
@@ -144,7 +137,7 @@ def test_the_first_error_is_printed_with_its_operation_and_ends_the_other_rank(t
             second.doing("call 'x'", [5]),
         ):
             1 / 0  # noqa: B018
-        wait_for(first._ended.is_set)
+        until(first._ended.is_set)
         with pytest.raises(SystemExit), first.report_errors():
             first.exit_if_ended()
     said = capsys.readouterr().err
@@ -215,7 +208,7 @@ def test_a_call_that_takes_too_long_on_one_rank_ends_all_with_one_line_and_exit_
     first._thread.start()
     second._thread.start()
     with first.doing("evaluation"), second.doing("call 'x'", limited=True):
-        wait_for(lambda: len(ended) == 2)
+        until(lambda: len(ended) == 2)
     error = "rank 1 of 2: call 'x' exceeded runtime.rpc_timeout_minutes=0.001. Restart the run with resume=auto."
     assert capfd.readouterr().err == f"error: {error}\n"
     assert ended == [75, 75]

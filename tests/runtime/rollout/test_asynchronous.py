@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import threading
-import time
 import warnings
 from collections import Counter
 from dataclasses import dataclass, field
@@ -33,6 +32,7 @@ from realign.runtime import Async, CheckpointSpec, DynamicSampling, Interrupted,
 from realign.runtime.local import LocalRuntime
 from realign.runtime.rollout.spec import Sync
 from realign.runtime.run_checkpoints import restore, run_state
+from tests.processes import until
 from tests.tiny import save_tiny
 from tests.toys import BigramModel, CountToken, Prompts
 from tests.toys import experiment as toy
@@ -169,10 +169,7 @@ def test_an_error_in_a_thread_ends_the_run_with_its_traceback(tmp_path, policy, 
     with pytest.raises(KeyError, match="row 5 is bad") as caught:
         run(run_)
     assert "inference" in [entry.name for entry in caught.traceback]
-    deadline = time.monotonic() + 30
-    while [t for t in threading.enumerate() if t.name.startswith("rollout")]:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: not [t for t in threading.enumerate() if t.name.startswith("rollout")])
 
 
 def test_a_second_signal_ends_a_run_that_waits_for_a_reward(tmp_path, policy, monkeypatch):

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import psutil
@@ -17,6 +16,7 @@ from realign.api import GenerationConfig, Request
 from realign.errors import ConfigError, TransientError
 from realign.samplers.servers.sglang import Sglang
 from realign.samplers.servers.vllm import Vllm
+from tests.processes import until
 from tests.samplers.servers import fake_server
 from tests.samplers.servers.fake_server import random_table
 
@@ -29,13 +29,6 @@ def started(log):
     text = log.read_text()
     child = psutil.Process(int(re.findall(r"child (\d+)", text)[-1]))
     return child.parent().pid, child.pid
-
-
-def until(condition, within_s=30.0):
-    deadline = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not become true"
-        time.sleep(0.05)
 
 
 def gone(pid):

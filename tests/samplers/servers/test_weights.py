@@ -5,7 +5,6 @@ import os
 import stat
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -22,6 +21,7 @@ from realign.samplers.servers import weights
 from realign.samplers.servers.weights import WeightFolders, untie
 from realign.samplers.servers.worker.realign_worker import apply, bits, digest, map_folder
 from tests.engines.distributed.run_ranks import run_ranks
+from tests.processes import until
 from tests.tiny import random_sample, save_tiny
 
 
@@ -79,10 +79,7 @@ def test_a_run_that_is_killed_leaves_no_weights(tmp_path):
     assert root.is_dir()
     run.kill()
     run.wait()
-    deadline = time.monotonic() + 60
-    while root.exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: not root.exists())
 
 
 def loss(output, data):
