@@ -9,6 +9,7 @@ import json
 import re
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -62,6 +63,22 @@ def words(imported: import_config.Imported) -> dict[str, str]:
     return dict(word.split("=", 1) for word in imported.overrides)
 
 
+def assert_same_loss(kind: str, batch: Any, imported: Sequence[str], compared: Sequence[str]) -> None:
+    """Compare loss and gradient under the overrides of a config with those that the referee compared."""
+    loss, gradient = ours.run(kind, batch, imported)
+    expected, expected_gradient = ours.run(kind, batch, compared)
+    assert loss == pytest.approx(expected.item(), abs=1e-6)
+    torch.testing.assert_close(gradient, expected_gradient, atol=1e-6, rtol=1e-5)
+
+
+def assert_same_policy_loss(row: str, tool: str, settings: dict[str, Any]) -> None:
+    """Do it for a cell of the referee and a tool's settings."""
+    imported = translate_config(tool, settings | GROUP_OF_FOUR[tool])
+    assert not imported.refused
+    compared = overrides_of(ROWS[row], CELLS[row, tool])
+    assert_same_loss("policy", batches.batch(ROWS[row].batch, 0), (*imported.overrides, *SINGLE), compared)
+
+
 @pytest.mark.parametrize(
     ("row", "tool", "settings"),
     [
@@ -75,10 +92,7 @@ def test_an_imported_config_of_preferences_has_the_loss_that_the_referee_compare
     imported = translate_config(tool, settings)
     assert imported.proof == {"peer": "trl", "kinds": {ROWS[row].kind: "pairs"}}
     assert bool(imported.refused) == ("label_smoothing" in settings)  # it has no effect there
-    loss, gradient = ours.run(ROWS[row].kind, batch, imported.overrides)
-    expected, expected_gradient = ours.run(ROWS[row].kind, batch, ROWS[row].preset)
-    assert loss == pytest.approx(expected.item(), abs=1e-6)
-    torch.testing.assert_close(gradient, expected_gradient, atol=1e-6, rtol=1e-5)
+    assert_same_loss(ROWS[row].kind, batch, imported.overrides, ROWS[row].preset)
 
 
 AREAL = {
@@ -91,13 +105,7 @@ AREAL = {
 
 @pytest.mark.parametrize("row", AREAL)
 def test_an_imported_config_of_areal_has_the_loss_that_the_referee_compared(row):
-    cell, batch = CELLS[row, "areal"], batches.batch(ROWS[row].batch, 0)
-    imported = translate_config("areal", {"actor.kl_ctl": 0.0} | AREAL[row] | GROUP_OF_FOUR["areal"])
-    assert not imported.refused
-    loss, gradient = ours.run("policy", batch, (*imported.overrides, *SINGLE))
-    expected, expected_gradient = ours.run("policy", batch, overrides_of(ROWS[row], cell))
-    assert loss == pytest.approx(expected.item(), abs=1e-6)
-    torch.testing.assert_close(gradient, expected_gradient, atol=1e-6, rtol=1e-5)
+    assert_same_policy_loss(row, "areal", {"actor.kl_ctl": 0.0} | AREAL[row])
 
 
 def test_a_section_has_its_own_defaults():
@@ -108,14 +116,8 @@ def test_a_section_has_its_own_defaults():
 
 @pytest.mark.parametrize(("row", "tool"), LOSSES)
 def test_an_imported_config_has_the_loss_that_the_referee_compared_with_the_tool(row, tool):
-    cell, batch = CELLS[row, tool], batches.batch(ROWS[row].batch, 0)
     with_model = {"reward.reward_model.enable": True} if row == "ppo" else {}  # the referee names one
-    imported = translate_config(tool, {**cell.settings, **GROUP_OF_FOUR[tool], **with_model})
-    assert not imported.refused
-    loss, gradient = ours.run("policy", batch, (*imported.overrides, *SINGLE))
-    expected, expected_gradient = ours.run("policy", batch, overrides_of(ROWS[row], cell))
-    assert loss == pytest.approx(expected.item(), abs=1e-6)
-    torch.testing.assert_close(gradient, expected_gradient, atol=1e-6, rtol=1e-5)
+    assert_same_policy_loss(row, tool, CELLS[row, tool].settings | with_model)
 
 
 def settings_of(config: dict[str, Any]) -> dict[str, Any]:
@@ -581,6 +583,9 @@ def tiny_run(tmp_path, monkeypatch):
     return tmp_path
 
 
+ONE_WORKER = ["interfaces.reward.workers=1"]
+
+
 def steps_of(folder: Path) -> list[dict[str, Any]]:
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return [step for step in map(json.loads, lines) if step["step"]]
@@ -607,7 +612,7 @@ def test_a_published_script_of_verl_trains_with_its_parquet_and_reward(tiny_run,
         " actor_rollout_ref.rollout.name=hf reward.custom_reward_function.path=reward.py rows=8 trainer.total_epochs=1"
     )
     assert main(["import", "verl", "run.sh", *smaller.split(), "--out", "experiment.yaml"]) == 0
-    assert main(["./experiment.yaml", "output_dir=run"]) == 0, capsys.readouterr().err
+    assert main(["./experiment.yaml", *ONE_WORKER, "output_dir=run"]) == 0, capsys.readouterr().err
     made = steps_of(tiny_run / "run")
     assert len(made) == 2  # 8 rows in batches of 4
     assert all(0 <= step["reward"] <= 1 for step in made)
@@ -641,7 +646,7 @@ def test_a_script_of_trl_trains_with_its_reward(tiny_run, monkeypatch, capsys):
     (tiny_run / "train.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     smaller = "max_completion_length=3 num_generations=4 max_steps=2 num_processes=1"
     assert main(["import", "trl", "train_grpo.py", *smaller.split(), "--out", "experiment.yaml"]) == 0
-    assert main(["./experiment.yaml", "output_dir=run"]) == 0, capsys.readouterr().err
+    assert main(["./experiment.yaml", *ONE_WORKER, "output_dir=run"]) == 0, capsys.readouterr().err
     made = steps_of(tiny_run / "run")
     assert len(made) == 2
     assert all(0 <= step["reward"] <= 1 for step in made)
