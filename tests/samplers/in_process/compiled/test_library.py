@@ -36,6 +36,14 @@ def broken(tmp_path, monkeypatch):
     return command
 
 
+@pytest.fixture(scope="module", autouse=True)
+def quick_builds():
+    """Compile without optimization, since no test here computes anything."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(library, "FLAGS", ("-O0", *library.FLAGS[1:]))
+        yield
+
+
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
     """A folder that `open_library` made, with a library. Tests copy it, since a build takes seconds."""
