@@ -90,13 +90,6 @@ class Actor(ModelInterface):
         )
 
 
-class Plain(ModelInterface):
-    """Interface without fields and decorator."""
-
-    def train_step(self, model, data, mb_spec):
-        return {}
-
-
 class Forgotten(Actor):
     coef: float = 0.5
 
@@ -143,11 +136,6 @@ class Bigram(ModelSpec):
 
     def load(self, name: str, *, seed: int) -> Model:
         return Model(name, BigramEngine(seed=seed, lr=self.lr), Digits(), seed)
-
-
-@dataclass
-class Unfinished(ModelSpec):
-    """Model spec without `load`."""
 
 
 @dataclass
@@ -212,6 +200,11 @@ def write_experiment(folder: Path, name: str = "bigram", text: str = EXPERIMENT)
     return folder
 
 
+GIVEN_REWARD = [
+    "models.actor.path=m",
+    "data.path=p.jsonl",
+    "interfaces.reward.function=realign.rewards.arithmetic:exact_answer",
+]
 LEARNED_REWARD = ["models.actor.path=m", "models.reward.path=r", "data.path=p.jsonl"]
 MUST_BE_GIVEN = {
     **dict.fromkeys(
@@ -236,36 +229,15 @@ MUST_BE_GIVEN = {
         ]
         for task in ("", "_cnndm", "_tldr")
     },
+    **dict.fromkeys(
+        ["trlx_ppo", "areal_decoupled", "areal_ppo", "online_dpo", "grpo", "raft", "remax"],
+        GIVEN_REWARD,
+    ),
     "instructgpt": [*LEARNED_REWARD[:2], "data.prompts.path=p.jsonl", "data.pretraining.path=t.jsonl"],
-    "trlx_ppo": [
-        "models.actor.path=m",
-        "data.path=p.jsonl",
-        "interfaces.reward.function=realign.rewards.arithmetic:exact_answer",
-    ],
-    "areal_decoupled": [
-        "models.actor.path=m",
-        "data.path=p.jsonl",
-        "interfaces.reward.function=realign.rewards.arithmetic:exact_answer",
-    ],
-    "areal_ppo": [
-        "models.actor.path=m",
-        "data.path=p.jsonl",
-        "interfaces.reward.function=realign.rewards.arithmetic:exact_answer",
-    ],
     "dpo": ["models.actor.path=m", "data.path=d.jsonl"],
     "ilql": ["models.actor.path=m", "data.path=d.jsonl"],
     "kto": ["models.actor.path=m", "data.path=d.jsonl"],
-    "online_dpo": [
-        "models.actor.path=m",
-        "data.path=p.jsonl",
-        "interfaces.reward.function=realign.rewards.arithmetic:exact_answer",
-    ],
     "grpo_reasoning": ["models.actor.path=m", "data.path=p.jsonl", "evaluation.data.path=h.jsonl"],
-    "grpo": [
-        "models.actor.path=m",
-        "data.path=p.jsonl",
-        "interfaces.reward.function=realign.rewards.arithmetic:exact_answer",
-    ],
     "grpo_agent": ["models.actor.path=m", "data.path=p.jsonl", "interfaces.agent.agent=mine.py:agent"],
     "gkd": ["models.actor.path=m", "models.teacher.path=t", "data.path=p.jsonl"],
     "self_distillation": ["models.actor.path=m", "data.path=p.jsonl"],
@@ -274,16 +246,6 @@ MUST_BE_GIVEN = {
         "models.actor.path=m",
         "data.path=p.jsonl",
         "interfaces.agent.environment=mine.py:Mine",
-    ],
-    "raft": [
-        "models.actor.path=m",
-        "data.path=p.jsonl",
-        "interfaces.reward.function=realign.rewards.arithmetic:exact_answer",
-    ],
-    "remax": [
-        "models.actor.path=m",
-        "data.path=p.jsonl",
-        "interfaces.reward.function=realign.rewards.arithmetic:exact_answer",
     ],
     "reward_model": ["models.reward.path=m", "data.path=d.jsonl"],
     "sft": ["models.actor.path=m", "data.path=d.jsonl"],

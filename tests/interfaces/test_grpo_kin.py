@@ -326,7 +326,9 @@ class Start(BigramModel):
         return super().load(name, seed=1)
 
 
-@pytest.mark.parametrize(("name", "shuffle"), [*((name, False) for name in FORMULAS), ("grpo", True), ("gspo", True)])
+@pytest.mark.parametrize(
+    ("name", "shuffle"), [*((name, False) for name in FORMULAS), ("grpo", True), ("gspo", True), ("remax", True)]
+)
 def test_trap_g9_reward_rises_and_does_not_when_rewards_are_shuffled(tmp_path, name, shuffle):
     steps = [] if name in ON_POLICY else ["interfaces.actor.n_minibatches=2"]
     made = shipped(name, "interfaces.actor.generation={n: 8, max_new_tokens: 4, fixed_length: true}", *steps)
