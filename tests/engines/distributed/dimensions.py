@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -18,16 +19,8 @@ from realign.engines import LoadBalancing, Sharding
 from realign.engines.distributed.shard_files import shards_to_write
 from realign.engines.distributed.sharded_engine import ShardedEngine
 from realign.engines.training.transformers_engine import TransformersEngine
-from realign.interfaces.components import JSD
-from realign.interfaces.critic import PPOCriticInterface
-from realign.interfaces.dpo import DPOInterface
-from realign.interfaces.gkd import GKDInterface
-from realign.interfaces.grpo import GRPOActorInterface
-from realign.interfaces.ppo import PPOActorInterface
-from realign.interfaces.reference import ReferenceInterface
 from realign.interfaces.reward_model import RewardModelInterface
-from realign.interfaces.sft import SFTInterface
-from realign.models import Causal, Lora, Score, Value, ValueHead
+from realign.models import Causal, Lora, Score, ValueHead
 from realign.models.parts import whole
 from realign.ranks import current
 from tests.engines.distributed.scenarios import (
@@ -35,10 +28,15 @@ from tests.engines.distributed.scenarios import (
     LENGTHS,
     PAIRS,
     batch,
+    dpo,
+    gkd,
+    grpo,
     joint_loss,
     load,
     of_all_stages,
     plain_loss,
+    ppo,
+    sft,
     steps,
     train,
     weight,
@@ -58,8 +56,6 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 """Norms of heads, a vocabulary that nothing divides, scaled and tied embeddings, joined projections, and experts."""
 
-DROPPED = {"advantages", "returns", "values", "dense_rewards", "baseline_rewards", "ptx_input_ids"}
-
 
 def write_models(folder: Path) -> None:
     """Write the models of the runs."""
@@ -68,53 +64,9 @@ def write_models(folder: Path) -> None:
     assert len(tiny_tokenizer()) <= 100
 
 
-def batches(*, preferences: bool = False) -> list[SequenceSample]:
-    made = [batch(step, preferences=preferences) for step in range(3)]
-    return made if preferences else [data.select(data.keys - DROPPED) for data in made]
-
-
-def sft(folder: Path, **settings: Any) -> dict[str, Any]:
-    return train(load(folder, "tied", **settings), SFTInterface(n_minibatches=2), [batch(step) for step in range(3)])
-
-
-def grpo(folder: Path, **settings: Any) -> dict[str, Any]:
-    return train(load(folder, "dense", **settings), GRPOActorInterface(n_minibatches=2), batches())
-
-
-def dpo(folder: Path, **settings: Any) -> dict[str, Any]:
-    return train(load(folder, "uneven", **settings), DPOInterface(n_minibatches=2), batches(preferences=True), PAIRS)
-
-
 def reward_model(folder: Path, **settings: Any) -> dict[str, Any]:
-    model = load(folder, "reward", head=Score(), **settings)
-    return train(model, RewardModelInterface(n_minibatches=2), batches(preferences=True), PAIRS)
-
-
-def ppo(folder: Path, **settings: Any) -> dict[str, Any]:
-    """Train a policy, and a critic of another family."""
-    actor, critic = load(folder, "dense", **settings), load(folder, "critic", head=Value(), **settings)
-    policy, judge = PPOActorInterface(n_minibatches=2), PPOCriticInterface(n_minibatches=2)
-    metrics = []
-    for data in batches():
-        data = data.merge(judge.inference(critic, data, BUDGET).select(["values"]))
-        data = data.merge(policy.credit(actor, data, BUDGET).select(["advantages", "returns"]))
-        for model, interface in ((actor, policy), (critic, judge)):
-            metrics.append(stat_values(interface.train_step(model, data, BUDGET)))
-            model.publish_weights()
-    return {"metrics": metrics, "weights": [weights_now(actor), weights_now(critic)]}
-
-
-def gkd(folder: Path, **settings: Any) -> dict[str, Any]:
-    """Train on a divergence over the whole vocabulary, which needs a complete head."""
-    student, teacher = load(folder, "dense", **settings), load(folder, "tied", optimizer=None, **settings)
-    student.engine.use_heads({"teacher": teacher.engine.lm_head()})
-    scorer, policy = ReferenceInterface(hidden_states=True), GKDInterface(n_minibatches=2, divergence=JSD(0.3))
-    made = []
-    for data in batches():
-        data = data.select(["input_ids", "loss_mask"])
-        scores = scorer.inference(teacher, data, BUDGET)
-        made.append(data.merge(scores.rename({key: f"teacher_{key}" for key in ("logprobs", "hidden")})))
-    return train(student, policy, made)
+    model, pairs = load(folder, "reward", head=Score(), **settings), [batch(i, preferences=True) for i in range(3)]
+    return train(model, RewardModelInterface(n_minibatches=2), pairs, PAIRS)
 
 
 def lora(folder: Path, **settings: Any) -> dict[str, Any]:
@@ -222,11 +174,18 @@ def gradient(model: Model, loss: Any) -> dict[str, Tensor]:
     return of_all_stages(gradients)
 
 
-TENSOR = (sft, grpo, dpo, ppo, reward_model, gkd, lora, limited, fused)
+TENSOR = {
+    "sft": partial(sft, family="tied", n=3),
+    "grpo": partial(grpo, family="dense", n=3),
+    "dpo": partial(dpo, family="uneven", n=3),
+    "ppo": partial(ppo, family="dense", n=3),
+    "gkd": partial(gkd, families=("dense", "tied"), n=3),
+    **{run.__name__: run for run in (reward_model, lora, limited, fused)},
+}
 """Runs that depend on the dimension `tensor`."""
-EXPERT = (experts, recomputed_experts, lora_of_experts)
+EXPERT = {run.__name__: run for run in (experts, recomputed_experts, lora_of_experts)}
 """Runs that depend on both dimensions."""
-RUNS = {run.__name__: run for run in (*TENSOR, *EXPERT, low, dropped)}
+RUNS: dict[str, Any] = {**TENSOR, **EXPERT, "low": low, "dropped": dropped}
 
 
 def of_mesh(folder: Path, names: Sequence[str], sharding: Mapping[str, int]) -> dict[str, Any]:

@@ -99,23 +99,25 @@ def weights_now(model: Model) -> dict[str, Tensor]:
     return {name: x.clone() for name, x in model.engine.weights().items()}
 
 
-def sft(folder: Path, **settings: Any) -> dict[str, Any]:
-    return train(load(folder, "gpt2", **settings), SFTInterface(n_minibatches=2), [batch(step) for step in range(4)])
+def rollouts(n: int) -> list[SequenceSample]:
+    """Return batches without the keys that training computes."""
+    drop = {"advantages", "returns", "values", "dense_rewards", "baseline_rewards", "ptx_input_ids"}
+    return [data.select(data.keys - drop) for data in map(batch, range(n))]
 
 
-def grpo(folder: Path, **settings: Any) -> dict[str, Any]:
-    drop = ("advantages", "returns", "values", "dense_rewards", "baseline_rewards", "ptx_input_ids")
-    batches = [data.select(data.keys - set(drop)) for data in map(batch, range(4))]
-    return train(load(folder, **settings), GRPOActorInterface(n_minibatches=2), batches)
+def sft(folder: Path, family: str = "gpt2", n: int = 4, **settings: Any) -> dict[str, Any]:
+    return train(load(folder, family, **settings), SFTInterface(n_minibatches=2), [batch(step) for step in range(n)])
+
+
+def grpo(folder: Path, family: str = "llama", n: int = 4, **settings: Any) -> dict[str, Any]:
+    return train(load(folder, family, **settings), GRPOActorInterface(n_minibatches=2), rollouts(n))
 
 
 def early_stop(folder: Path) -> dict[str, Any]:
     """Train two epochs of three mini-batches per batch, on-policy at first, until the KL divergence exceeds a bound."""
     model, metrics = load(folder), []
     policy = GRPOActorInterface(epochs=2, n_minibatches=3, early_stop=EarlyStop(kl=0.3))
-    drop = ("advantages", "returns", "values", "dense_rewards", "baseline_rewards", "ptx_input_ids")
-    for data in map(batch, range(3)):
-        data = data.select(data.keys - set(drop))
+    for data in rollouts(3):
         logprobs_T = policy.inference(model, data, BUDGET)["logprobs"]
         data = data.with_tokens(logprobs=logprobs_T, prox_logprobs=logprobs_T)
         metrics.append(stat_values(policy.train_step(model, data, BUDGET)))
@@ -125,20 +127,16 @@ def early_stop(folder: Path) -> dict[str, Any]:
 
 def gspo(folder: Path, **settings: Any) -> dict[str, Any]:
     """Train on a loss of whole sequences."""
-    data = batch(0)
-    drop = ("advantages", "returns", "values", "dense_rewards", "baseline_rewards", "ptx_input_ids")
     policy = GRPOActorInterface(n_minibatches=2, objective=Gspo(), aggregation=SeqMeanTokenMean())
-    return train(load(folder, **settings), policy, [data.select(data.keys - set(drop))] * 2)
+    return train(load(folder, **settings), policy, rollouts(1) * 2)
 
 
-def ppo(folder: Path, **settings: Any) -> dict[str, Any]:
+def ppo(folder: Path, family: str = "llama", n: int = 4, **settings: Any) -> dict[str, Any]:
     """Train a separate policy and critic. Advantages are whitened over the whole batch."""
-    actor, critic = load(folder, **settings), load(folder, "critic", head=Value(), **settings)
+    actor, critic = load(folder, family, **settings), load(folder, "critic", head=Value(), **settings)
     policy, judge = PPOActorInterface(n_minibatches=2), PPOCriticInterface(n_minibatches=2)
-    drop = ("advantages", "returns", "values", "dense_rewards", "baseline_rewards", "ptx_input_ids")
     results: dict[str, Any] = {"metrics": [], "advantages": []}
-    for data in map(batch, range(4)):
-        data = data.select(data.keys - set(drop))
+    for data in rollouts(n):
         data = data.merge(judge.inference(critic, data, BUDGET).select(["values"]))
         data = data.merge(policy.credit(actor, data, BUDGET).select(["advantages", "returns"]))
         results["advantages"].append(data["advantages"])
@@ -148,9 +146,9 @@ def ppo(folder: Path, **settings: Any) -> dict[str, Any]:
     return results | {"weights": {**actor.engine.weights(), **_named("critic", critic.engine.weights())}}
 
 
-def dpo(folder: Path, **settings: Any) -> dict[str, Any]:
-    batches = [batch(step, preferences=True) for step in range(4)]
-    return train(load(folder, **settings), DPOInterface(n_minibatches=2), batches, PAIRS)
+def dpo(folder: Path, family: str = "llama", n: int = 4, **settings: Any) -> dict[str, Any]:
+    batches = [batch(step, preferences=True) for step in range(n)]
+    return train(load(folder, family, **settings), DPOInterface(n_minibatches=2), batches, PAIRS)
 
 
 def reward_model(folder: Path, **settings: Any) -> dict[str, Any]:
@@ -161,13 +159,16 @@ def reward_model(folder: Path, **settings: Any) -> dict[str, Any]:
     return trained | {"rewards": judge.inference(model, batches[0], PAIRS)["rewards"]}
 
 
-def gkd(folder: Path, **settings: Any) -> dict[str, Any]:
-    """Train on the divergence from a teacher of another family, which is sharded too."""
-    student, teacher = load(folder, **settings), load(folder, "gpt2", optimizer=None, **settings)
+def gkd(folder: Path, families: tuple[str, str] = ("llama", "gpt2"), n: int = 4, **settings: Any) -> dict[str, Any]:
+    """Train on the divergence from a teacher of another family, which is sharded too. It needs complete heads."""
+    student, teacher = (
+        load(folder, families[0], **settings),
+        load(folder, families[1], optimizer=None, **settings),
+    )
     student.engine.use_heads({"teacher": teacher.engine.lm_head()})
     scorer, policy = ReferenceInterface(hidden_states=True), GKDInterface(n_minibatches=2, divergence=JSD(0.3))
     batches = []
-    for data in map(batch, range(4)):
+    for data in map(batch, range(n)):
         data = data.select(["input_ids", "loss_mask"])
         scores = scorer.inference(teacher, data, BUDGET)
         batches.append(data.merge(scores.rename({key: f"teacher_{key}" for key in ("logprobs", "hidden")})))

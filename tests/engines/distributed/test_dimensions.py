@@ -14,18 +14,18 @@ from safetensors.torch import load_file
 from realign.engines import Sharding
 from tests.engines.distributed import dimensions, scenarios, traffic
 from tests.engines.distributed.comparisons import assert_same
-from tests.engines.distributed.dimensions import EXPERT, RUNS, TENSOR, lora_of_experts
+from tests.engines.distributed.dimensions import EXPERT, RUNS, TENSOR
 from tests.engines.distributed.run_ranks import run_ranks
 from tests.grids import in_turn
 
 NAMES = {
-    "tensor": [run.__name__ for run in (*TENSOR, *EXPERT)],
-    "expert": [run.__name__ for run in EXPERT],
-    "pipeline": [run.__name__ for run in (*TENSOR, lora_of_experts)],
+    "tensor": [*TENSOR, *EXPERT],
+    "expert": [*EXPERT],
+    "pipeline": [*TENSOR, "lora_of_experts"],
 }
 
 FOURS = [
-    *in_turn(["tensor=2", "tensor=2 x replicate=2", "pipeline=2 x tensor=2"], [run.__name__ for run in TENSOR]),
+    *in_turn(["tensor=2", "tensor=2 x replicate=2", "pipeline=2 x tensor=2"], [*TENSOR]),
     *in_turn(["expert=2", "expert=2 x replicate=2", "expert=4", "expert=2 x tensor=2"], NAMES["expert"]),
 ]
 """Meshes of four ranks and the runs on them."""
