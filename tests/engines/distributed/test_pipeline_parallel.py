@@ -103,7 +103,7 @@ def test_no_rank_has_the_layers_of_other_stages_and_few_passes_wait_for_their_gr
 def on_four(folder: Path) -> dict[str, Any]:
     return {
         "gradient": scenarios.gradient(folder, "deep", sharding=FOUR),
-        "grpo": scenarios.grpo(folder, name="deep", sharding=FOUR),
+        "grpo": scenarios.grpo(folder, family="deep", sharding=FOUR),
         "own": own_weights(folder, FOUR),
     }
 
@@ -111,7 +111,7 @@ def on_four(folder: Path) -> dict[str, Any]:
 @pytest.mark.slow
 def test_four_stages_of_one_layer_train_as_one_process(tmp_path: Path) -> None:
     save_tiny(tmp_path / "deep", **DEEP)
-    wanted = {"gradient": scenarios.gradient(tmp_path, "deep"), "grpo": scenarios.grpo(tmp_path, name="deep")}
+    wanted = {"gradient": scenarios.gradient(tmp_path, "deep"), "grpo": scenarios.grpo(tmp_path, family="deep")}
     for index, results in enumerate(run_ranks(4, on_four, tmp_path)):
         own = results.pop("own")
         assert own["waiting"] == 4 - index
