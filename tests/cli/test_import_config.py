@@ -72,7 +72,7 @@ def assert_same_loss(kind: str, batch: Any, imported: Sequence[str], compared: S
 
 
 def assert_same_policy_loss(row: str, tool: str, settings: dict[str, Any]) -> None:
-    """Do it for a cell of the referee and a tool's settings."""
+    """Compare the loss under a tool's settings with that of a cell of the referee."""
     imported = translate_config(tool, settings | GROUP_OF_FOUR[tool])
     assert not imported.refused
     compared = overrides_of(ROWS[row], CELLS[row, tool])
@@ -584,6 +584,7 @@ def tiny_run(tmp_path, monkeypatch):
 
 
 ONE_WORKER = ["interfaces.reward.workers=1"]
+"""Several only take longer to start for a few rewards."""
 
 
 def steps_of(folder: Path) -> list[dict[str, Any]]:

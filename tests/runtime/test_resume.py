@@ -96,11 +96,20 @@ def test_auto_starts_where_there_is_nothing_and_replaces_no_models(tmp_path):
     assert resumed(tmp_path, steps=1).series("step") == [0, 1]
 
 
-def test_a_corrupt_newest_checkpoint_is_named_and_skipped_and_nothing_is_lost(tmp_path):
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda folder: (folder / "state.json").unlink(), "missing"),
+        (lambda folder: truncate(folder / "tensors.safetensors"), "bytes"),
+        (lambda folder: flip(folder / "tensors.safetensors"), "sha256"),
+        (lambda folder: flip(folder / "manifest.json"), "manifest.json"),
+    ],
+)
+def test_a_corrupt_newest_checkpoint_is_named_and_skipped_and_nothing_is_lost(tmp_path, damage, message):
     whole = run(experiment(tmp_path, steps=5, output_dir=tmp_path / "whole")).output_dir
     out = done(tmp_path)
-    (out / "checkpoints" / "step_000003" / "state.json").unlink()
-    with pytest.warns(UserWarning, match=r"Checkpoint at step 3 cannot be read .*missing"):
+    damage(out / "checkpoints" / "step_000003")
+    with pytest.warns(UserWarning, match=f"Checkpoint at step 3 cannot be read .*{message}"):
         resumed(tmp_path)
     for name in ("metrics", "samples", "eval_samples"):
         records = [record for record in untimed(out / f"{name}.jsonl") if "eval/reward" not in record]
@@ -108,6 +117,10 @@ def test_a_corrupt_newest_checkpoint_is_named_and_skipped_and_nothing_is_lost(tm
         assert records == expected
     assert steps_of(out) == [1, 2, 3, 4, 5]
     assert list_checkpoints(out / "checkpoints")[2].read()["counters"]
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
 
 
 def flip(path: Path) -> None:

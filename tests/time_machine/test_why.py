@@ -16,7 +16,6 @@ from realign.interfaces.grpo import GRPOActorInterface
 from realign.records.diagnosis import RunRecords
 from realign.time_machine import why
 from realign.time_machine.earlier_run import experiment_of
-from tests.processes import Command
 
 RATE = "models.actor.optimizer.lr"
 
@@ -42,14 +41,6 @@ def test_records_are_judged_without_torch(tmp_path):
     assert said.endswith("models.actor.optimizer.eps=1 (default 1e-08)\n0 False\n")
 
 
-def forked(command, **_):
-    """Run a command of realign in a forked process, where the imports are done."""
-    assert command[:3] == [sys.executable, "-m", "realign"]
-    with Command(Path.cwd(), *command[3:]) as process:
-        shown = "".join(process.communicate())
-    return subprocess.CompletedProcess(command, process.returncode, shown.encode())
-
-
 def test_a_planted_learning_rate_is_found_by_forks_that_are_made_once(slow, monkeypatch, capsys):
     monkeypatch.chdir(slow)
     before = contents(slow / "runs/slow")
@@ -59,7 +50,6 @@ def test_a_planted_learning_rate_is_found_by_forks_that_are_made_once(slow, monk
     assert "About " in shown
     assert "Add --yes" in shown
     assert not Path("runs/slow-why").exists()
-    monkeypatch.setattr("subprocess.run", forked)
     assert main([*command, "--yes"]) == 0
     shown = capsys.readouterr().out
     assert f"{RATE}=3e-3 helps most: reward moves by +" in shown

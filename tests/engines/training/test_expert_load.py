@@ -130,12 +130,12 @@ def test_adapters_are_trained_through_frozen_routers(tmp_path):
         load_balancing=LoadBalancing(0.5),
         device="cpu",
     )
-    data, found = sample(), []
+    data, of_each = sample(), []
     for each in (ONE, SPECS[0]):
         engine = spec.load("actor", seed=0).engine
-        found.append(gradients(engine, data, each, nothing)[0])
-    assert any(float(x.abs().max()) > 1e-5 for x in found[0].values())
-    assert_same(*found)
+        of_each.append(gradients(engine, data, each, nothing)[0])
+    assert any(float(x.abs().max()) > 1e-5 for x in of_each[0].values())
+    assert_same(*of_each)
 
 
 @pytest.mark.parametrize("family", ["qwen2_moe", "olmoe", "granitemoe", "minimax", "flex_olmo"])

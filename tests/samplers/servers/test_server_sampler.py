@@ -199,10 +199,7 @@ def test_a_server_that_restarts_gets_the_weights_before_it_is_used(servers, conn
 
 
 @pytest.mark.parametrize(
-    "fault",
-    [
-        *("disconnect", "500", "429", "no answer", "aborted", "endless", "compressed", "trickle"),
-    ],
+    "fault", ["disconnect", "500", "429", "no answer", "aborted", "endless", "compressed", "trickle"]
 )
 def test_requests_are_retried_after_faults(servers, connect, kind, fault):
     (server,) = servers()
