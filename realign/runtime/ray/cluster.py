@@ -100,7 +100,8 @@ def _connected_by_a_thread(connect: Callable[[], None]) -> Iterator[None]:
     thread = threading.Thread(target=work, name="connected to Ray", daemon=True)
     try:
         thread.start()
-        there.wait()
+        while not there.wait(1):  # wakes up, since a signal that another thread got does not end a wait of this one
+            pass
         if failed:
             raise failed[0]
         yield
