@@ -91,7 +91,8 @@ class TransformersModel(Settings, ModelSpec):
             trains.merge_on_save=false and the extra `quantization`.
         trust_remote_code: Run model code from the folder or hub repository. It can do anything on your machine.
         shared_prompts: auto | off. auto computes a group's prompt once, in training and scoring, if that saves at
-            least 5% of the group's tokens. Same results. Not in training passes with dropout.
+            least 5% of the group's tokens. The same for the first tokens of all prompts, such as a system message, also
+            when a CPU samples. Same results. Not in training passes with dropout.
         fused_rollout: Sample faster with fused layers over concatenated copies of the weights, if the model family is
             known and a comparison with its modules shows no difference. Otherwise sampling calls the modules.
         parallel_passes: auto | off. auto computes micro-batches concurrently on CPU, in up to as many threads as

@@ -95,8 +95,8 @@ class PackedContext:
         cu_seqlens: int32 [S + 1] boundaries with a leading 0, on the device of the model.
         backend: the kernel; `auto` is resolved for each call from the device, the dtype and the layer's arguments.
         lengths: lengths of the sequences on the host; None reads them from `cu_seqlens` (on CUDA: one host sync).
-        after: for each sequence, the index of the sequence that it continues and also attends to, or -1. None means
-            that no sequence continues another.
+        after: for each sequence, the index of an earlier one that it continues, or -1. It attends to that one too, and
+            to those which that one continues. None means that no sequence continues another.
     """
 
     cu_seqlens: Tensor
@@ -114,14 +114,17 @@ class PackedContext:
         return max(self._lengths, default=0)
 
     @cached_property
-    def _after(self) -> Sequence[int]:
-        return [-1] * len(self._lengths) if self.after is None else self.after
+    def _pieces(self) -> list[list[int]]:
+        """For each sequence, those that it continues, from the first on, and itself."""
+        pieces: list[list[int]] = []
+        for i, before in enumerate([-1] * len(self._lengths) if self.after is None else self.after):
+            pieces.append([i] if before < 0 else [*pieces[before], i])
+        return pieces
 
     @cached_property
-    def _span(self) -> int:
-        """Largest number of tokens of a sequence plus the sequence that it continues."""
-        before = (0 if i < 0 else self._lengths[i] for i in self._after)
-        return max(map(sum, zip(self._lengths, before, strict=True)), default=0)
+    def _spans(self) -> list[int]:
+        """Number of tokens of each sequence and those that it continues."""
+        return [sum(self._lengths[i] for i in pieces) for pieces in self._pieces]
 
     def attend(self, layer: int, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Tensor:
         """See `AttentionContext.attend`.
@@ -136,23 +139,21 @@ class PackedContext:
 
     @cached_property
     def _continues(self) -> bool:
-        return any(before >= 0 for before in self._after)
+        return any(len(pieces) > 1 for pieces in self._pieces)
 
     @cached_property
     def _packing(self) -> Packing:
         """Boundaries for kernels: the keys of a sequence that continues another follow those of the other."""
         if not self._continues:
             return Packing(self.cu_seqlens, self._longest, self.cu_seqlens, self._longest)
-        lengths = [n + (self._lengths[b] if b >= 0 else 0) for n, b in zip(self._lengths, self._after, strict=True)]
-        cu_keys = on_device(cu_seqlens_of(lengths), self.cu_seqlens.device)
-        return Packing(self.cu_seqlens, self._longest, cu_keys, max(lengths))
+        cu_keys = on_device(cu_seqlens_of(self._spans), self.cu_seqlens.device)
+        return Packing(self.cu_seqlens, self._longest, cu_keys, max(self._spans))
 
     @cached_property
     def _key_tokens(self) -> Tensor:
         """Packed tokens whose keys each sequence reads, sequence after sequence."""
         starts = np.cumsum([0, *self._lengths])
-        pieces = [i for own, before in enumerate(self._after) for i in (before, own) if i >= 0]
-        tokens = [np.arange(starts[i], starts[i + 1]) for i in pieces]
+        tokens = [np.arange(starts[i], starts[i + 1]) for pieces in self._pieces for i in pieces]
         return on_device(torch.from_numpy(np.concatenate(tokens)), self.cu_seqlens.device)
 
     def _expand(self, x: Tensor) -> Tensor:
@@ -168,18 +169,27 @@ class PackedContext:
 
     def recur(self, layer: int, forward: RowsForward, hidden_TH: Tensor) -> Tensor:
         """See `RecurrentContext.recur`. A sequence that continues another runs after a copy of it."""
-        pieces = hidden_TH.split(self._lengths)
-        texts = [x if b < 0 else torch.cat([pieces[b], x]) for x, b in zip(pieces, self._after, strict=True)]
-        out = run_sequences(forward, texts)
-        return torch.cat([x[len(x) - n :] for x, n in zip(out, self._lengths, strict=True)])
+        return self._own_rows(run_sequences(forward, self._texts(hidden_TH)))
+
+    def _texts(self, hidden_TH: Tensor) -> list[Tensor]:
+        """Return the rows of each sequence, after those that it continues."""
+        return self._join(hidden_TH.split(self._lengths), 0)
+
+    def _own_rows(self, texts: Sequence[Tensor]) -> Tensor:
+        """Return the rows of all sequences, the inverse of `_texts`."""
+        return torch.cat([x[len(x) - n :] for x, n in zip(texts, self._lengths, strict=True)])
+
+    def _join(self, x_of_each: Sequence[Tensor], dim: int) -> list[Tensor]:
+        """Join the tensor of each sequence to those of the sequences that it continues."""
+        return [x_of_each[p[0]] if len(p) == 1 else torch.cat([x_of_each[i] for i in p], dim) for p in self._pieces]
 
     def _loop(self, q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Tensor:
         n = self._lengths
-        queries, keys, values = q.split(n, 2), k.split(n, 2), v.split(n, 2)
+        queries, keys, values = q.split(n, 2), self._join(k.split(n, 2), 2), self._join(v.split(n, 2), 2)
         out = [
-            self._one(queries[i], _join_pieces(keys, before, i), _join_pieces(values, before, i), args).transpose(1, 2)
-            for i, before in enumerate(self._after)
-            if n[i]  # a sequence that ends within the shared prefix has an empty piece of its own
+            self._one(q_own, k_seen, v_seen, args).transpose(1, 2)
+            for q_own, k_seen, v_seen in zip(queries, keys, values, strict=True)
+            if q_own.shape[2]  # a sequence that ends within the shared prefix has an empty piece of its own
         ]
         return torch.cat(out, 1) if out else q.new_empty(1, 0, q.shape[1], v.shape[-1])
 
@@ -211,15 +221,11 @@ class PackedContext:
         # additive instead of bool, since `explicit_attention` adds it to the scores
         key = (window or 0, q.dtype)
         if key not in self._masks:
-            ones = torch.ones(self._span, self._span, dtype=torch.bool, device=q.device).tril()
-            hidden = ~ones.triu(1 - (window or self._span))
+            span = max(self._spans)
+            ones = torch.ones(span, span, dtype=torch.bool, device=q.device).tril()
+            hidden = ~ones.triu(1 - (window or span))
             self._masks[key] = q.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
         return self._masks[key][length - q.shape[2] : length, :length]
-
-
-def _join_pieces(pieces: Sequence[Tensor], before: int, own: int) -> Tensor:
-    """Return the keys or values [1, Hk, L, D] of a piece, after those of the piece that it continues."""
-    return pieces[own] if before < 0 else torch.cat([pieces[before], pieces[own]], 2)
 
 
 def use_attention(model: Any, name: str) -> None:

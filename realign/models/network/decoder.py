@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import override
 
+from realign.api.lengths import Lengths
 from realign.api.sample import on_device
-from realign.functional.packed import cu_seqlens_of, position_ids
 from realign.models.network.attention import AttentionContext
 from realign.models.network.decode_graphs import DecodeGraphs
 from realign.models.network.heads import read_body
@@ -32,6 +32,7 @@ from realign.models.network.kv_cache import (
     PrefillContext,
     bytes_per_slot,
 )
+from realign.models.network.passes import Layout, worthwhile_prefixes
 from realign.models.network.recurrence import States
 from realign.models.network.routers import Routed, Routers
 
@@ -223,6 +224,7 @@ class PackedDecoder(Decoder):
     Attributes:
         trunk: the layers.
         images: reads the images of prompts; None if the model does not support images.
+        shares: whether a CPU computes the first tokens that all prompts of a prefill have in common once.
         paged: whether keys and values are in pages.
         graphs: runs the steps; None runs the operators of the trunk.
     """
@@ -233,11 +235,13 @@ class PackedDecoder(Decoder):
         routers: Routers | None = None,
         images: ImageInputs | None = None,
         *,
+        shares: bool = False,
         paged: bool = False,
         graphs: DecodeGraphs | None = None,
     ) -> None:
         """Run `trunk`, and record the choices of its `routers`, if any."""
         self.trunk = trunk
+        self.shares = shares
         self.paged = paged
         self.graphs = graphs
         self.images = images
@@ -261,21 +265,34 @@ class PackedDecoder(Decoder):
 
     @override
     def prefill(self, texts: Sequence[PromptInput]) -> tuple[Tensor, list[Any]]:
-        # one packed pass reads all texts
-        lengths = [len(text) for text in texts]
-        cu_seqlens = cu_seqlens_of(lengths).to(ids_of(texts[0]).device)
-        context = PrefillContext(cu_seqlens, lengths=lengths)
-        following = lengths
-        if self.images is not None and any(isinstance(text, ImagePrompt) for text in texts):
-            hidden_TH, following = self.images.prefill(texts, context)
+        # one packed pass reads all texts, as if they were the sequences of one prompt
+        lengths = Lengths.of([[len(text) for text in texts]])
+        ids_T = torch.cat([ids_of(text) for text in texts])
+        has_images = self.images is not None and any(isinstance(text, ImagePrompt) for text in texts)
+        layout = Layout.plain(lengths)
+        if self.shares and ids_T.device.type == "cpu" and not has_images:
+            layout = Layout.of(lengths, worthwhile_prefixes(ids_T.numpy(), lengths))
+        context = PrefillContext(
+            on_device(layout.cu_seqlens, ids_T.device), lengths=layout.pieces.tolist(), after=layout.after.tolist()
+        )
+        following = lengths.flat.tolist()
+        if self.images is not None and has_images:
+            hidden_RH, following = self.images.prefill(texts, context)
         else:
-            hidden_TH = self._run(torch.cat([ids_of(text) for text in texts]), position_ids(cu_seqlens), context)
-        kvs = zip(context.per_sequence(lengths), following, lengths, strict=True)
+            ids_R = ids_T if layout.token_R is None else ids_T[layout.token_R]
+            hidden_RH = self._run(ids_R, on_device(layout.position_R, ids_T.device), context)
+        last_S = torch.from_numpy(lengths.starts[1:] - 1)
+        if layout.row_T is not None:
+            last_S = layout.row_T[last_S]
+            if self._routers is not None:
+                self.chosen_NW = self.chosen_NW[layout.row_T]
+        shared = len(layout.pieces) - len(texts)
+        kvs = zip(list(context.per_sequence())[shared:], following, lengths.flat.tolist(), strict=True)
         states = [
-            Text(kv, {layer: state[i] for layer, state in context.states.items()}, after - length)
+            Text(kv, {layer: state[shared + i] for layer, state in context.states.items()}, after - length)
             for i, (kv, after, length) in enumerate(kvs)
         ]
-        return hidden_TH[cu_seqlens[1:].long() - 1], states
+        return hidden_RH[on_device(last_S, hidden_RH.device)], states
 
     @override
     def bytes_per_slot(self, like: Text, length: int) -> int:

@@ -261,22 +261,23 @@ class PrefillContext(PackedContext):
 
     @override
     def recur(self, layer: int, forward: RowsForward, hidden_TH: Tensor) -> Tensor:
-        out, self.states[layer] = run_prompts(layer, forward, hidden_TH.split(self._lengths))
-        return torch.cat(out)
+        out, self.states[layer] = run_prompts(layer, forward, self._texts(hidden_TH))
+        return self._own_rows(out)
 
-    def per_sequence(self, lengths: Sequence[int]) -> Iterator[KeyValues]:
-        """Yield the stored keys and values of each packed sequence.
+    def per_sequence(self) -> Iterator[KeyValues]:
+        """Yield the stored keys and values of each packed sequence, after those that it continues.
 
-        They are views, which keep the memory of the whole pack alive.
+        Without such they are views, which keep the memory of the whole pack alive.
 
         Raises:
             ValueError: the model did not use this context.
         """
         if not self._seen and not self.states:
             raise ValueError(f"generation requires a model loaded with attn_implementation={ATTENTION!r}")
-        parts = {layer: (k.split(lengths, 1), v.split(lengths, 1)) for layer, (k, v) in self._seen.items()}
-        for i in range(len(lengths)):
-            yield {layer: (ks[i], vs[i]) for layer, (ks, vs) in parts.items()}
+        n = self._lengths
+        parts = {i: [self._join(x.split(n, 1), 1) for x in kv] for i, kv in self._seen.items()}
+        for i in range(len(n)):
+            yield {layer: (keys[i], values[i]) for layer, (keys, values) in parts.items()}
 
 
 class DecodeContext:

@@ -1,9 +1,10 @@
 """Passes over a batch: its micro-batches, the rows of each, and how many run at once.
 
-**Shared prefixes.** A packed pass computes the common prefix of a group's sequences once. In a causal model the result
-for a token depends only on the token, its position and the previous tokens. All sequences that share the prefix get the
-same. Responses that attend to one copy of their prompt get the same results as with a copy each. Losses
-still receive every token of every sequence.
+**Shared prefixes.** A packed pass computes the common prefix of a group's sequences once. The same goes for the first
+tokens that all its prompts have in common, such as a system message. In a causal model the result for a token depends
+only on the token, its position and the previous tokens. All sequences that share the prefix get the same. Responses that
+attend to one copy of their prompt get the same results as with a copy each. Losses still receive every token of every
+sequence.
 
 **Lanes.** On a CPU, several micro-batches run concurrently, each in a lane (thread) with a part of the cores. Threads
 that compute one operator together must synchronize at its end. That takes microseconds if they spin, and up to 0.2 ms
@@ -20,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from itertools import pairwise
 from typing import TypeVar
 
 import numpy as np
@@ -103,13 +105,13 @@ class Passes:
             return cls(batches, tuple(Layout.plain(part.lengths[TOKENS]) for part in batches), lanes)
         experts = experts_per_token(data)
         replayed = None if experts is None else experts.numpy()
-        prefix_P = _worthwhile(common_prefixes(data[TOKENS].numpy(), lengths, replayed), lengths)
+        prefix_P = worthwhile_prefixes(data[TOKENS].numpy(), lengths, replayed)
         saved = int((prefix_P * (lengths.counts - 1).clip(min=0)).sum())
         lanes, spec = in_lanes(lengths, lengths.total - saved, spec, threads, most)
         batches = data.split(spec, prefixes=prefix_P)
         # a micro-batch may have some sequences of a prompt only, and keeps prompts in the order of the batch
         owners = [prefix_P[np.unique(lengths.prompt_of_sequence[chosen])] for chosen in batches.plan]
-        layouts = (Layout.of(part.lengths[TOKENS], n) for part, n in zip(batches, owners, strict=True))
+        layouts = (_shared_layout(part, n) for part, n in zip(batches, owners, strict=True))
         return cls(batches, tuple(layouts), lanes)
 
     def __iter__(self) -> Iterator[tuple[SequenceSample, Layout]]:
@@ -127,7 +129,7 @@ class Layout:
 
     Attributes:
         pieces: [N] number of rows of each piece.
-        after: [N] index of the piece that this one continues, or -1.
+        after: [N] index of the earlier piece that this one continues, or -1.
         token_R: [R] index of the packed token in each row; None means that row t has token t.
         row_T: [T] row of each packed token; None means that token t has row t.
         own: the rows that this process computes, if several divide the pass; None means all.
@@ -147,32 +149,34 @@ class Layout:
         return cls(lengths.flat, np.full(len(lengths.flat), -1))
 
     @classmethod
-    def of(cls, lengths: Lengths, prefix_P: IntArray) -> Layout:
-        """Return a layout with one shared piece for the first `prefix_P` tokens of each prompt's sequences."""
-        shares_P = (prefix_P > 0) & (lengths.counts > 1)
-        if not shares_P.any():
+    def of(cls, lengths: Lengths, prefix_P: IntArray, root: int = 0) -> Layout:
+        """Return a layout with shared pieces.
+
+        Args:
+            lengths: the lengths of the sequences.
+            prefix_P: number of first tokens that the sequences of each prompt share.
+            root: number of first tokens that all sequences share.
+        """
+        shares_P = (prefix_P > root) & (lengths.counts > 1)
+        if not root and not shares_P.any():
             return cls.plain(lengths)
-        owner_S = lengths.prompt_of_sequence
-        prefix_S = np.where(shares_P, prefix_P, 0)[owner_S]
-        # Each sequence has its own piece. A shared piece stands directly before the own piece of the first sequence of
-        # its prompt, so the index of a sequence's own piece is its number plus the shared pieces up to there.
-        opens_S = np.zeros(len(owner_S), dtype=bool)  # a shared piece precedes this sequence's own piece
-        opens_S[lengths.sequence_starts[:-1][shares_P]] = True
-        own_S = np.arange(len(owner_S)) + np.cumsum(opens_S)
-        before_S = np.where(prefix_S > 0, own_S[lengths.sequence_starts[:-1][owner_S]] - 1, -1)
-        pieces, first, after = (np.empty(len(owner_S) + opens_S.sum(), dtype=np.int64) for _ in range(3))
-        pieces[own_S], first[own_S], after[own_S] = lengths.flat - prefix_S, lengths.starts[:-1] + prefix_S, before_S
-        shared = before_S[opens_S]
-        pieces[shared], first[shared], after[shared] = prefix_S[opens_S], lengths.starts[:-1][opens_S], -1
-        row_N = np.cumsum(pieces) - pieces
-        place_T = _positions(lengths.flat)
-        # A token of the prefix is in the shared piece, any other one in the own piece, which starts after the prefix.
-        # Without a prefix, `before_S` is -1 and `shared_T` meaningless, but no token selects it.
-        own_T = np.repeat(row_N[own_S] - prefix_S, lengths.flat) + place_T
-        shared_T = np.repeat(row_N[before_S], lengths.flat) + place_T
-        row_T = np.where(place_T < np.repeat(prefix_S, lengths.flat), shared_T, own_T)
-        token_R = np.repeat(first, pieces) + _positions(pieces)
-        return cls(pieces, after, torch.from_numpy(token_R), torch.from_numpy(row_T))
+        pieces = [(root, 0, -1)] if root else []  # rows, first token, piece before
+        row_T = list[int]()
+        rows = root
+        for prompt, (begin, end) in enumerate(pairwise(lengths.sequence_starts.tolist())):
+            seen_T, before = list(range(root)), 0 if root else -1
+            if shares_P[prompt]:
+                more = int(prefix_P[prompt]) - root
+                pieces.append((more, int(lengths.starts[begin]) + root, before))
+                seen_T, before, rows = [*seen_T, *range(rows, rows + more)], len(pieces) - 1, rows + more
+            for start, length in zip(lengths.starts[begin:end].tolist(), lengths.flat[begin:end].tolist(), strict=True):
+                own = length - len(seen_T)
+                pieces.append((own, start + len(seen_T), before))
+                row_T += [*seen_T, *range(rows, rows + own)]
+                rows += own
+        counts_N, first_N, after_N = np.array(pieces, dtype=np.int64).reshape(-1, 3).T
+        token_R = np.repeat(first_N, counts_N) + _positions(counts_N)
+        return cls(counts_N, after_N, torch.from_numpy(token_R), torch.tensor(row_T, dtype=torch.int64))
 
     def divide(self, parts: int, index: int) -> Layout:
         """Return the layout with `own` for one of several processes, which compute equally many rows each.
@@ -220,8 +224,10 @@ class Layout:
     @property
     def position_R(self) -> Tensor:
         """[R] position of each row in its sequence, on the host."""
-        offset_N = np.where(self.after < 0, 0, self.pieces[self.after])
-        return torch.from_numpy(_positions(self.pieces) + np.repeat(offset_N, self.pieces))
+        offsets: list[int] = []
+        for before in self.after.tolist():
+            offsets.append(0 if before < 0 else offsets[before] + int(self.pieces[before]))
+        return torch.from_numpy(_positions(self.pieces) + np.repeat(np.array(offsets, dtype=np.int64), self.pieces))
 
     def rows_on(self, device: torch.device) -> Tensor | None:
         """Return `row_T` on a device, without a sync."""
@@ -265,10 +271,21 @@ def common_prefixes(ids_T: IntArray, lengths: Lengths, experts_TN: npt.NDArray[n
     return prefix_P
 
 
-def _worthwhile(prefix_P: IntArray, lengths: Lengths) -> IntArray:
-    """Return `prefix_P`, with 0 where sharing saves a fraction below `_MIN_SAVED` of the group's tokens."""
+def worthwhile_prefixes(ids_T: IntArray, lengths: Lengths, experts_TN: npt.NDArray[np.int16] | None = None) -> IntArray:
+    """Return `common_prefixes`, with 0 where sharing saves a fraction below `_MIN_SAVED` of the prompt's tokens."""
+    prefix_P = common_prefixes(ids_T, lengths, experts_TN)
     saved_P = prefix_P * (lengths.counts - 1)
     return np.where(saved_P >= _MIN_SAVED * lengths.per_prompt, prefix_P, 0)
+
+
+def _shared_layout(part: SequenceSample, prefix_P: IntArray) -> Layout:
+    """Return the layout of a micro-batch whose prompts have shared prefixes, and maybe begin alike, as chats do."""
+    lengths, experts = part.lengths[TOKENS], experts_per_token(part)
+    rows_P = lengths.per_prompt - prefix_P * (lengths.counts - 1)
+    ids_T, replayed = part[TOKENS].numpy(), None if experts is None else experts.numpy()
+    root = int(common_prefixes(ids_T, Lengths.of([lengths.flat.tolist()]), replayed)[0])
+    tops = np.where(prefix_P > 0, 1, lengths.counts).sum()
+    return Layout.of(lengths, prefix_P, root if root * (tops - 1) >= _MIN_SAVED * rows_P.sum() else 0)
 
 
 def _positions(lengths: IntArray) -> IntArray:

@@ -67,6 +67,8 @@ class RolloutModel:
     """Reads the images of prompts; None if the model does not support images."""
     routers: Routers | None = None
     """Routers of the model whose choices are recorded; None records nothing."""
+    shares: bool = False
+    """Whether the first tokens that all prompts have in common are computed once."""
     exact: ExactModel | None = None
     """Decodes with the bits of training passes; None decodes as fast as possible."""
 
@@ -94,6 +96,7 @@ class RolloutModel:
             own_cache=network.abilities.own_cache,
             images=network.abilities.images,
             routers=network.recorded_routers(config, module),
+            shares=network.abilities.shares,
             exact=network.exact if isinstance(network.exact, ExactModel) else None,
         )
 
@@ -115,7 +118,8 @@ class RolloutModel:
         if self.own_cache is not None:
             return self.own_cache, head
         if self.fusion is None:
-            return PackedDecoder(cores.wrap(ModuleTrunk(self.module)), self.routers, self.images), head
+            trunk = cores.wrap(ModuleTrunk(self.module))
+            return PackedDecoder(trunk, self.routers, self.images, shares=self.shares), head
         trunk = self.fusion.trunk(length, dtype)
         if rounded is None:
             head = replace(head, weight_VH=for_few_rows(head.weight_VH.detach()))
@@ -124,7 +128,8 @@ class RolloutModel:
         paged = self.routers is None and isinstance(trunk, FusedTrunk) and trunk.runs_paged
         replays = isinstance(trunk, FusedTrunk) and self.fusion.path.now is DecodePath.graphs
         graphs = DecodeGraphs(trunk, Capture(device)) if replays else None
-        return PackedDecoder(cores.wrap(trunk), self.routers, self.images, paged=paged, graphs=graphs), head
+        wrapped = cores.wrap(trunk)
+        return PackedDecoder(wrapped, self.routers, self.images, shares=self.shares, paged=paged, graphs=graphs), head
 
 
 def product_dtype(device: torch.device) -> torch.dtype:

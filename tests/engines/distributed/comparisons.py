@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-OWN = {"n_microbatches"}
-"""Metrics that describe the work of a single rank."""
+OWN = {"n_microbatches", "shared_tokens"}
+"""Metrics that describe the work of a single rank, which shares the first tokens of its own prompts only."""
 
 
 class Alone(dict[str, Any]):

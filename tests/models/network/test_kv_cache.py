@@ -33,7 +33,7 @@ def decode_and_reference(layers, slots=4, dtype=torch.float32):
     prefill = PrefillContext(cu_seqlens_of(PROMPTS), lengths=PROMPTS)
     for i, (_, a) in enumerate(layers):
         prefill.attend(i, MODULE, *(x[:, :, prompt_rows] for x in whole[i]), a)
-    kv = list(prefill.per_sequence(PROMPTS))
+    kv = list(prefill.per_sequence())
     cache = KVCache(kv[0], slots, max(total))
     for row, prompt in enumerate(kv):
         cache.fill(row, row + 1, prompt)

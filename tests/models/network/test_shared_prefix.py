@@ -14,6 +14,8 @@ from realign.engines import OptimizerSpec, SharedModel, TransformersModel
 from realign.errors import ConfigError
 from realign.models import Causal, Lora, TopLayers, ValueHead
 from realign.models.network.abilities import can_share
+from realign.models.network.attention import PackedContext
+from realign.models.network.decoder import ModuleTrunk, PackedDecoder
 from realign.models.network.kernels import Backend
 from realign.models.network.passes import (
     Layout,
@@ -22,8 +24,9 @@ from realign.models.network.passes import (
     common_prefixes,
 )
 from tests import flash_stand_in
+from tests.families import family_model
 from tests.flash_stand_in import install_flash, pretend_cuda
-from tests.tiny import FAMILIES, OTHERS, random_sample, save_tiny, tiny_engine
+from tests.tiny import FAMILIES, OTHERS, engine_over, random_sample, save_tiny, tiny_engine, tiny_model
 
 RAGGED = st.lists(
     st.tuples(st.integers(0, 4), st.lists(st.integers(0, 5), max_size=4)), max_size=5
@@ -37,18 +40,20 @@ TOKENS = sum(prompt + n for prompt, own in GROUPS for n in own)
 SHARED = 2 * 7 + 1 + 3 * 12
 
 
-@given(RAGGED)
+@given(RAGGED, st.integers(0, 3))
 @settings(deadline=None)  # the machine may be busy
-def test_a_layout_token_by_token(groups):
+def test_a_layout_token_by_token(groups, root):
+    groups = [(root + prefix, own) for prefix, own in groups]
+    root = root if any(own for _, own in groups) else 0
     lengths = Lengths.of([[prefix + n for n in own] for prefix, own in groups])
-    layout = Layout.of(lengths, np.array([prefix for prefix, _ in groups], dtype=np.int64))
-    rows, row_of, token = [], [], 0
-    for prefix, own in groups:
-        shared = {}
+    layout = Layout.of(lengths, np.array([prefix for prefix, _ in groups], dtype=np.int64), root)
+    rows, row_of, token, shared = [], [], 0, {}
+    for group, (prefix, own) in enumerate(groups):
         for n in own:
             for place in range(prefix + n):
-                key = place if place < prefix and len(own) > 1 else None
-                if key not in shared or key is None:
+                is_shared = place < root or (place < prefix and len(own) > 1)
+                key = (group if place >= root else None, place) if is_shared else token
+                if key not in shared:
                     shared[key] = len(rows)
                     rows.append((token, place))
                 row_of.append(shared[key])
@@ -279,7 +284,80 @@ def test_a_kernel_that_aligns_queries_with_the_first_keys_shares_nothing(monkeyp
 
 
 def test_the_probe_refuses_shared_keys_that_are_lost(monkeypatch):
-    monkeypatch.setattr("realign.models.network.attention._join_pieces", lambda pieces, before, own: pieces[own])
+    monkeypatch.setattr(PackedContext, "_join", lambda self, x_of_each, dim: list(x_of_each))
     with pytest.raises(ConfigError, match=r"'llama' cannot share prompts: .* Set shared_prompts=off"):
         tiny_engine("llama")
     assert tiny_engine("llama", shared_prompts=SharedPrompts.off)
+
+
+SYSTEM = 9
+"""Number of first tokens that all prompts have in common."""
+
+
+def chats():
+    """Return `sample` with the same first tokens in all prompts, as after a system message."""
+    data = sample(tuple((SYSTEM + prompt, own) for prompt, own in GROUPS))
+    first = data.sequences()[0][:SYSTEM]
+    texts = [torch.cat([first, text[SYSTEM:]]) for text in data.sequences()]
+    return data.with_tokens(input_ids=torch.cat(texts))
+
+
+ONCE = SYSTEM * (len([n for _, own in GROUPS for n in own]) - 1) + 2 * 7 + 1 + 3 * 12 + 2
+"""Tokens of `chats` that are not computed. With the system message, the last group shares its prompt too."""
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *OTHERS])
+def test_a_system_message_is_computed_once(family):
+    data, (shared, plain) = chats(), pair(family, optimizer=STEP)
+    stats, weights = train(shared, data)
+    want, plain_weights = train(plain, data)
+    assert stats.pop("shared_tokens") == ONCE
+    assert want.pop("shared_tokens") == 0
+    assert stats.pop("n_microbatches") <= want.pop("n_microbatches")  # more rows may need another lane
+    assert stats == pytest.approx(want, rel=1e-4)
+    torch.testing.assert_close(weights, plain_weights, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("spec", [MicroBatchSpec(n_microbatches=2), MicroBatchSpec(60)])
+def test_each_micro_batch_has_its_own_copy_of_the_system_message(spec):
+    data, (shared, plain) = chats(), pair(optimizer=STEP)
+    stats, weights = train(shared, data, spec)
+    assert stats["shared_tokens"] == ONCE - SYSTEM * (stats["n_microbatches"] - 1)
+    torch.testing.assert_close(weights, train(plain, data)[1], atol=1e-6, rtol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", [*FAMILIES, *OTHERS, "qwen3_next", "falcon_h1", "mamba"])
+def test_a_prefill_computes_the_first_tokens_that_all_prompts_share_once(family):
+    model = tiny_model(family) if family in {**FAMILIES, **OTHERS} else engine_over(family_model(family)).module
+    rows, trunk = [], ModuleTrunk(model)
+
+    def counting(ids_N, positions_N, context):
+        rows.append(len(ids_N))
+        return trunk(ids_N, positions_N, context)
+
+    texts = [text[: SYSTEM + n] for text, n in zip(chats().sequences(), (4, 7, 0), strict=False)]
+    hidden_SH, states = PackedDecoder(counting, shares=True).prefill(texts)
+    assert rows == [SYSTEM + 4 + 7]
+    for text, hidden_H, state in zip(texts, hidden_SH, states, strict=True):
+        (want_H,), (want,) = PackedDecoder(counting).prefill([text])
+        torch.testing.assert_close(hidden_H, want_H, atol=1e-5, rtol=1e-5)
+        assert state.kv.keys() == want.kv.keys()
+        for layer, kv in want.kv.items():
+            torch.testing.assert_close(state.kv[layer], kv, atol=1e-5, rtol=1e-5)
+        for layer, kept in want.states.items():
+            torch.testing.assert_close(dict(state.states[layer]), dict(kept), atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_prefilled_tokens_that_share_a_row_have_the_same_experts():
+    engine = tiny_engine("qwen3_moe")
+    texts = [text[: SYSTEM + 3] for text in chats().sequences()[:2]]
+    both, alone = (
+        PackedDecoder(ModuleTrunk(engine.module), engine.network.abilities.replay.routers, shares=shares)
+        for shares in (True, False)
+    )
+    both.prefill(texts)
+    alone.prefill(texts)
+    assert len(both.chosen_NW) == 2 * (SYSTEM + 3)
+    assert torch.equal(both.chosen_NW, alone.chosen_NW)

@@ -402,7 +402,7 @@ def _prefill_and_decode(
     for i, layer in enumerate(_read_layers(model, args, torch.float32, gather_layer)):
         prefill = PrefillContext(cu_seqlens_of(prompts).to(device), lengths=prompts)
         layer.add_to(hidden[0], i, turns[:, positions_T[given_T]], prefill)
-        read = list(prefill.per_sequence(prompts))
+        read = list(prefill.per_sequence())
         cache = KVCache(read[0], len(prompts), max(_PROBE_LENGTHS))
         for row, kv in enumerate(read):
             cache.fill(row, row + 1, kv)

@@ -214,9 +214,12 @@ class CompiledTrunk:
         Args:
             ids_R: token ids.
             pieces: number of rows of each piece.
-            after: index of the piece that a piece continues, directly or as the last one before it; or -1.
+            after: index of the earlier piece that a piece continues, or -1. Pieces that no other continues may stand
+                between them.
         """
-        before = [0 if a < 0 else pieces[a] for a in after]
+        before: list[int] = []
+        for a in after:
+            before.append(0 if a < 0 else before[a] + pieces[a])
         length = max((n + b for n, b in zip(pieces, before, strict=True)), default=0)
         size = 2 * self.fused.turns.shape[-1]
         kv = {i: tuple(torch.empty(2, layer.heads[1], length, size) for _ in range(2)) for i, layer in self._numbered}
@@ -263,7 +266,7 @@ class CompiledTrunk:
         cu_seqlens = cu_seqlens_of(before)
         context = PrefillContext(cu_seqlens, lengths=before)
         self.fused(torch.randint(words, (sum(before),), generator=generator), position_ids(cu_seqlens), context)
-        rows = list(context.per_sequence(before))
+        rows = list(context.per_sequence())
         cache = KVCache(rows[0], _PROBE_ROWS, length)
         for row, kv in enumerate(rows):
             cache.fill(row, row + 1, kv)

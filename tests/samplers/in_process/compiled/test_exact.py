@@ -30,8 +30,8 @@ def engine(family="llama", sampling=EXACT, **settings):
     return tiny_engine(family, optimizer=STEP, sampling=sampling, **settings)
 
 
-def prompts(ids=range(5)):
-    given = {i: [2 + (i * 3 + k) % 11 for k in range(3 + 2 * i)] for i in ids}
+def prompts(ids=range(5), system=()):
+    given = {i: [*system, *(2 + (i * 3 + k) % 11 for k in range(3 + 2 * i))] for i in ids}
     return SequenceSample.from_sequences(ids, {"prompt_ids": [[given[i]] for i in ids]})
 
 
@@ -71,8 +71,9 @@ def in_training(engine, data, spec):
 )
 def test_scoring_and_training_have_the_bits_of_the_rollout_however_it_is_batched(family, dtype):
     policy = engine(family, sampling=replace(EXACT, max_slots=4), dtype=dtype)
-    out = policy.generate(prompts(), CONFIG, seed=0)
-    alone = [policy.generate(prompts([i]), CONFIG, seed=0) for i in range(5)]
+    system = [7, 9, 8, 4, 3]  # with which all prompts begin, so that passes have pieces at three levels
+    out = policy.generate(prompts(system=system), CONFIG, seed=0)
+    alone = [policy.generate(prompts([i], system), CONFIG, seed=0) for i in range(5)]
     assert torch.equal(torch.cat([x["logprobs"] for x in alone]), out["logprobs"])
     for budget in (None, 70, 25):
         spec = MicroBatchSpec(budget)
