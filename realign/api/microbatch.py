@@ -50,6 +50,8 @@ class MicroBatchSpec(MicroBatchLimits):
             sequences of a group.
         trace_ids: prompts whose per-token values the engine returns with the metrics (`realign.api.stats`); none if
             empty.
+        zero_key: key of token values that are factors of the loss, such as advantages. Prompts with only zeros have no
+            gradient, and an engine may compute them apart from others, without a backward pass.
 
     Raises:
         SettingsError: an attribute is out of range. The message names it.
@@ -60,6 +62,7 @@ class MicroBatchSpec(MicroBatchLimits):
     max_tokens_per_microbatch: Count | None = None
     whole_groups: bool = field(default=False, repr=False)
     trace_ids: tuple[Hashable, ...] = field(default=(), repr=False)
+    zero_key: str | None = field(default=None, repr=False)
 
 
 def plan_microbatches(

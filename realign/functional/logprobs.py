@@ -132,6 +132,8 @@ class LMHead:
     """Which rows of the head `weight_VH` and `bias_V` are; None means all."""
     exact: ExactHead | None = None
     """Computes the values of log-probs; None: torch. The head must have a weight only."""
+    ends_backward: bool = False
+    """Whether log-probs pass on no gradient if theirs is 0. An accelerator would have to wait for the host."""
 
     @property
     def words(self) -> int:
@@ -384,6 +386,7 @@ def token_logprobs(
         support,
         head.shard,
         head.exact,
+        head.ends_backward,
     )
     return logprobs_N, entropy_N
 
@@ -402,6 +405,7 @@ class _TokenLogprobs(torch.autograd.Function):
         support: Support | None,
         shard: WordShard | None,
         exact: ExactHead | None,
+        ends_backward: bool,
     ) -> tuple[Tensor, Tensor | None]:
         logprobs_N = hidden_NH.new_empty(len(hidden_NH), dtype=wide_dtype(hidden_NH, weight_VH))
         normalizer_N = torch.empty_like(logprobs_N)
@@ -443,12 +447,15 @@ class _TokenLogprobs(torch.autograd.Function):
         # Nothing of size [N, V]: the backward pass recomputes the logits and normalizes them by the stored log-sum-exp.
         ctx.save_for_backward(hidden_NH, weight_VH, bias_V, targets_N, normalizer_N, entropy_N)
         ctx.project, ctx.chunk, ctx.support, ctx.shard = project, chunk, support, shard
+        ctx.ends_backward = ends_backward
         ctx.set_materialize_grads(False)  # skips the backward pass of an entropy that is only a metric
         return logprobs_N, entropy_N
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_N: Tensor | None, entropy_grad_N: Tensor | None) -> tuple[Tensor | None, ...]:
+        if ctx.ends_backward and not any(x is not None and bool(x.any()) for x in (grad_N, entropy_grad_N)):
+            return (None,) * 11
         hidden_NH, weight_VH, bias_V, targets_N, normalizer_N, entropy_N = ctx.saved_tensors
         # Only the entropy is in the loss; see `set_materialize_grads`.
         if grad_N is None:
@@ -479,7 +486,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 grads.add(rows, grad_CV, cap_slope_CV, hidden_CH, matrix_VH)
         if ctx.shard is not None and grads.hidden_NH is not None:
             grads.hidden_NH = ctx.shard.sum(grads.hidden_NH)
-        return *grads.cast(weight_VH, bias_V), None, None, None, None, None, None, None
+        return *grads.cast(weight_VH, bias_V), *(None,) * 8
 
 
 def check_head(hidden_NH: Tensor, head: LMHead, temperature: float) -> None:

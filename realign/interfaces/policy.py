@@ -343,6 +343,8 @@ class PolicyInterface(ModelInterface):
             return allowed
 
         data = self.training_sequences(data)
+        if not self.adds_to_objective():
+            mb_spec = replace(mb_spec, zero_key="advantages")
         reduce, rng = model.engine.reduce, np.random.default_rng(model.call_seed("minibatches"))
         steps, further = list[Stats](), list[Stats]()
         # lazy, so that an early stop also skips the permutation of later epochs
@@ -359,6 +361,13 @@ class PolicyInterface(ModelInterface):
         if self.early_stop.bounded:
             further.append({"early_stopped": Max(torch.tensor(float(not allowed)))})
         return steps, further
+
+    def adds_to_objective(self) -> bool:
+        """Return whether tokens with an advantage of 0 have a gradient, from another term of the loss.
+
+        It affects how passes are divided, not what they compute (ADR 52).
+        """
+        return self.kl_control.is_in_loss or self.objective.has_kl or bool(self.entropy_control.coef)
 
     def training_sequences(self, data: SequenceSample) -> SequenceSample:
         """Return the sequences to cut into mini-batches: those with a token in the loss."""

@@ -100,6 +100,10 @@ class PPOActorInterface(PolicyInterface):
         return super().train_step(model, data, mb_spec)
 
     @override
+    def adds_to_objective(self) -> bool:
+        return super().adds_to_objective() or self.value is not None or self.ptx_coef > 0
+
+    @override
     def training_sequences(self, data: SequenceSample) -> SequenceSample:
         # Prompts whose responses don't train still have their pretraining text.
         return data if "ptx_input_ids" in data else super().training_sequences(data)

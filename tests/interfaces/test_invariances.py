@@ -6,7 +6,9 @@ import dataclasses
 import itertools
 
 import pytest
+import torch
 
+from realign.api import MicroBatchSpec
 from realign.interfaces import components as c
 from realign.interfaces.dpo import DPOInterface
 from realign.interfaces.grpo import GRPOActorInterface
@@ -14,7 +16,8 @@ from realign.interfaces.ilql import ILQLInterface
 from realign.interfaces.kto import KTOInterface
 from realign.interfaces.ppo import PPOActorInterface
 from realign.interfaces.reward_model import RewardModelInterface
-from realign.testing import check_train_step, random_preferences
+from realign.testing import BigramEngine, check_train_step, random_batch, random_preferences
+from realign.testing.train_step import train_once
 from tests.grids import each_once, pairwise
 from tests.interfaces.declared import (
     CENTERED,
@@ -42,6 +45,25 @@ BASES = {
 OBJECTIVES = [x for kind in subclasses(c.Objective) for x in COMPONENTS[kind]]
 ADVANTAGES = [x for kind in subclasses(c.AdvantageEstimator) for x in COMPONENTS[kind]]
 CORRECTIONS = [None, c.ImportanceCorrection(LIMITS, c.RatioRange("sequence", 0.5, 2.0))]
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        *({"objective": x} for x in OBJECTIVES),
+        {"kl": c.KLPenalty("loss", 0.1)},
+        {"entropy": c.EntropyBonus(0.1)},
+        {"critic": "shared"},
+        {"ptx_coef": 0.1},
+    ],
+    ids=str,
+)
+def test_tokens_without_an_advantage_have_a_gradient_only_from_another_term(kwargs):
+    interface, data = PPOActorInterface(**kwargs), random_batch()
+    data = data.with_tokens(**dict.fromkeys(("advantages", "returns"), torch.zeros(len(data["input_ids"]))))
+    after = train_once(interface, data, MicroBatchSpec()).parameters
+    moved = any(not torch.equal(x, y) for x, y in zip(BigramEngine(seed=0).parameters, after, strict=True))
+    assert moved == interface.adds_to_objective()
 
 
 def each_component():

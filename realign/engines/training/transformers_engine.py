@@ -21,7 +21,7 @@ from realign.api.engine import Agree, EngineCapabilities, LossFn, LossWeightFn, 
 from realign.api.microbatch import MicroBatchSpec
 from realign.api.sample import TOKENS, SequenceSample
 from realign.api.seeds import derive_seed
-from realign.api.stats import Stats, keep_traces, merge_stats
+from realign.api.stats import LossStats, Stats, keep_traces, merge_stats
 from realign.engines.training.engine_state import EngineState, ModelSaver
 from realign.engines.training.expert_load import LoadBalancer, StepLoad, counting, differentiate_with_hidden, listening
 from realign.engines.training.inference_engine import InferenceEngine
@@ -34,6 +34,7 @@ from realign.errors import ConfigError
 from realign.models.host import Host
 from realign.models.network.abilities import prepare_module
 from realign.models.network.network import Network
+from realign.models.network.output import PackedOutput
 from realign.models.network.passes import Layout, Passes, side_by_side
 from realign.models.network.settings import NetworkSettings
 from realign.models.network.value_head import TargetUpdate, ValueNetwork
@@ -196,16 +197,30 @@ class TransformersEngine(InferenceEngine):
         """
         stepper = self._require_stepper()
         stepper.zero_grad()
+        if self._balancer.routers is not None:  # its loss has a gradient in each pass
+            mb_spec = replace(mb_spec, zero_key=None)
         passes = self.network.passes(part, mb_spec, parallel=True, training=True)
         load = self._start_load(passes, range(0))
 
-        def compute(micro_batch: tuple[SequenceSample, Layout]) -> tuple[Tensor, Any, list[Tensor | None]]:
-            here, layout = micro_batch
+        def run(
+            here: SequenceSample, layout: Layout, *, through_layers: bool
+        ) -> tuple[PackedOutput, Tensor, LossStats]:
             moved = here.to(self.device)
             with counting(load, layout):
-                output = self.network.run(here, moved, layout, training=True)
+                output = self.network.run(here, moved, layout, training=True, through_layers=through_layers)
             loss, stats = loss_fn(output, moved)
             check_loss(loss)
+            return output, loss, keep_traces(stats, moved, mb_spec)
+
+        def compute(numbered: tuple[int, tuple[SequenceSample, Layout]]) -> tuple[Tensor, Any, list[Tensor | None]]:
+            number, micro_batch = numbered
+            has_gradient = number < len(passes.batches) - passes.zeros
+            output, loss, stats = run(*micro_batch, through_layers=has_gradient)
+            if not has_gradient:
+                if self._has_gradient(loss, output):  # from another term of the loss
+                    output, loss, stats = run(*micro_batch, through_layers=True)
+                else:
+                    loss = loss.detach()
             gradients: list[Tensor | None] = []
             # The balancing loss enters inside of the layers, so the backward pass must run through all of them, even if
             # `loss` reaches none.
@@ -217,18 +232,25 @@ class TransformersEngine(InferenceEngine):
                 gradients = stepper.differentiate(loss / weight)
             elif loss.requires_grad:
                 (loss / weight).backward()
-            return loss.detach().float(), keep_traces(stats, moved, mb_spec), gradients
+            return loss.detach().float(), stats, gradients
 
         losses: list[Tensor] = []
         metrics: list[Any] = []  # also accepts plain (sum, count) pairs
         with self._training(), listening(load):
-            for loss, stats, gradients in side_by_side(compute, passes, passes.lanes):
+            for loss, stats, gradients in side_by_side(compute, enumerate(passes), passes.lanes):
                 if gradients:  # in micro-batch order, whichever finished first
                     stepper.accumulate(gradients)
                 losses.append(loss)
                 metrics.append(stats)
         self._accumulated = Accumulated(passes, losses, loss_fn)
         return merge_stats(metrics) | self._counts(part, passes) | self._load_metrics(load) | self._replay_metrics()
+
+    def _has_gradient(self, loss: Tensor, output: PackedOutput) -> bool:
+        """Return whether a loss of which no gradient passes through the layers has one that is not 0."""
+        if not loss.requires_grad:
+            return False
+        ends = [output.hidden_RH, *self._require_stepper().parameters]
+        return any(x is not None and bool(x.any()) for x in torch.autograd.grad(loss, ends, allow_unused=True))
 
     def _start_load(self, passes: Passes, idle: range) -> StepLoad | None:
         """Start to balance the experts in a step; `idle` are passes that only other ranks need."""

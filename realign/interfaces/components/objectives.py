@@ -118,6 +118,8 @@ class Objective(Settings, ABC):
 
     reads: ClassVar[frozenset[str]] = frozenset()
     """Keys of the batch that the objective reads from `tokens.data`; the dataflow must provide them."""
+    has_kl: ClassVar[bool] = False
+    """Whether a token has a gradient even if its advantage is 0. See `PolicyInterface.adds_to_objective`."""
 
     @abstractmethod
     def loss(self, tokens: PolicyTokens) -> Tensor | PolicyLoss:
@@ -511,6 +513,7 @@ class ProximalKL(Objective):
     The KL is estimated from the sampled tokens by k3.
     """
 
+    has_kl: ClassVar[bool] = True
     beta: NonNegative = 1.0
     """Coefficient of the KL, in advantage per nat; the initial value if `target` is set."""
     target: Positive | None = None

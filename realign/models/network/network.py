@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, TypeAlias
 
@@ -107,8 +108,8 @@ class Network(nn.Module):
         self._dropout = settings.dropout > 0
         self._trained = sum(p.numel() for p in self.parameters() if p.requires_grad)
         # ranks gather the weights for each pass, and need as many passes as the others
-        alone = self.device.type == "cpu" and not settings.divided
-        self._most_rows = most_rows(sum(p.numel() for p in self.parameters())) if alone else None
+        self._alone = self.device.type == "cpu" and not settings.divided
+        self._most_rows = most_rows(sum(p.numel() for p in self.parameters())) if self._alone else None
         self.draws = self._dropout or bool(self.trains.dropouts(module))
         """Whether training passes have dropout."""
 
@@ -156,6 +157,10 @@ class Network(nn.Module):
         # routers cannot tell concurrent passes apart
         together = parallel and self.abilities.parallel and not draws and not replays
         threads = min(torch.get_num_threads(), most_lanes(self._trained)) if together else 1
+        # On an accelerator the host would wait for the loss, ranks run their backward passes together, and what a pass
+        # without gradient draws or records must not be repeated.
+        if not self._alone or not training or draws or self.abilities.replay is not None:
+            mb_spec = replace(mb_spec, zero_key=None)
         return Passes.of(data, mb_spec, share=share, threads=threads, most=self._most_rows)
 
     def check_replay(self) -> None:
@@ -189,6 +194,7 @@ class Network(nn.Module):
         *,
         training: bool = False,
         with_values: bool = True,
+        through_layers: bool = True,
     ) -> PackedOutput:
         """Run the packed forward pass of a micro-batch.
 
@@ -198,14 +204,18 @@ class Network(nn.Module):
             layout: the layout of its rows; None means one row per token.
             training: whether to apply the dropout before a scalar head.
             with_values: whether the output includes the value head, if the network has one.
+            through_layers: whether gradients pass through the layers. Otherwise they end at `hidden_RH`, which those of
+                log-probs reach only if they are not 0.
         """
         value = self.value_head if with_values else None
         layout = layout or Layout.plain(part.lengths[TOKENS])
         listening: AbstractContextManager[TrunkInputs] = nullcontext([]) if value is None else value.listening()
         replay = self.abilities.replay
         routing = nullcontext() if replay is None else replay.of(moved, layout, counts=training)
-        with listening as recorded, routing:
+        with listening as recorded, routing, nullcontext() if through_layers else torch.no_grad():
             hidden_RH = self._hidden(moved, layout) if self.exact is None else self._exact(self.exact, moved, layout)
+        if not through_layers:
+            hidden_RH.requires_grad_()
         branch = None
         if value is not None:
             # nothing is heard if the head has no branch, or if the micro-batch has no tokens
@@ -215,6 +225,8 @@ class Network(nn.Module):
         limited = self.limit_head(head) if isinstance(head, LMHead) else head
         if self.exact is not None and isinstance(limited, LMHead):
             limited = self.exact.head(limited)
+        if not through_layers and isinstance(limited, LMHead):
+            limited = replace(limited, ends_backward=True)
         row_T = layout.rows_on(self.device)
         cu_seqlens = part.cu_seqlens()
         unpacked = self.abilities.unpacked

@@ -2,9 +2,9 @@
 
 **Shared prefixes.** A packed pass computes the common prefix of a group's sequences once. The same goes for the first
 tokens that all its prompts have in common, such as a system message. In a causal model the result for a token depends
-only on the token, its position and the previous tokens. All sequences that share the prefix get the same. Responses that
-attend to one copy of their prompt get the same results as with a copy each. Losses still receive every token of every
-sequence.
+only on the token, its position and the previous tokens. All sequences that share the prefix get the same. Responses
+that attend to one copy of their prompt get the same results as with a copy each. Losses still receive every token of
+every sequence.
 
 **Lanes.** On a CPU, several micro-batches run concurrently, each in a lane (thread) with a part of the cores. Threads
 that compute one operator together must synchronize at its end. That takes microseconds if they spin, and up to 0.2 ms
@@ -81,6 +81,8 @@ class Passes:
     layouts: tuple[Layout, ...]
     lanes: int = 1
     """Number of passes that run concurrently."""
+    zeros: int = 0
+    """Number of passes at the end whose loss has no gradient, if it is as `MicroBatchSpec.zero_key` says."""
 
     @classmethod
     def of(
@@ -99,6 +101,12 @@ class Passes:
             ValueError: see `plan_microbatches`.
         """
         lengths = data.lengths[TOKENS]
+        if spec.zero_key is not None and spec.zero_key in data:
+            zero_P, spec = _has_zeros_only(data, spec.zero_key), replace(spec, zero_key=None)
+            if lengths.per_prompt[zero_P].sum() >= MIN_ROWS * threads:
+                choices = [np.flatnonzero(chosen_P).tolist() for chosen_P in (~zero_P, zero_P)]
+                parts = [cls.of(data.take(p), spec, share=share, threads=threads, most=most) for p in choices]
+                return cls._join(data, choices, parts)
         if not share:
             lanes, spec = in_lanes(lengths, lengths.total, spec, threads, most)
             batches = data.split(spec)
@@ -113,6 +121,19 @@ class Passes:
         owners = [prefix_P[np.unique(lengths.prompt_of_sequence[chosen])] for chosen in batches.plan]
         layouts = (_shared_layout(part, n) for part, n in zip(batches, owners, strict=True))
         return cls(batches, tuple(layouts), lanes)
+
+    @classmethod
+    def _join(cls, data: SequenceSample, choices: Sequence[Sequence[int]], parts: Sequence[Passes]) -> Passes:
+        """Return the passes over a batch, given its prompts of two kinds and the passes over them; zeros are last."""
+        prompt_S = data.lengths[TOKENS].prompt_of_sequence
+        plan = [
+            np.flatnonzero(np.isin(prompt_S, prompts))[chosen]
+            for prompts, part in zip(choices, parts, strict=True)
+            for chosen in part.batches.plan
+        ]
+        batches = MicroBatches(data, TOKENS, tuple(plan), tuple(sample for part in parts for sample in part.batches))
+        layouts = tuple(layout for part in parts for layout in part.layouts)
+        return cls(batches, layouts, max(part.lanes for part in parts), len(parts[-1].batches))
 
     def __iter__(self) -> Iterator[tuple[SequenceSample, Layout]]:
         return zip(self.batches, self.layouts, strict=True)
@@ -247,6 +268,14 @@ class Layout:
     def saved(self) -> int:
         """Number of tokens that are not computed because they share a row."""
         return 0 if self.row_T is None else len(self.row_T) - (self.rows - self.padding)
+
+
+def _has_zeros_only(data: SequenceSample, key: str) -> npt.NDArray[np.bool_]:
+    """Return [P] whether all values of a token-level key are 0 for a prompt."""
+    lengths = data.lengths[key]
+    prompt_T = np.repeat(lengths.prompt_of_sequence, lengths.flat)
+    nonzero_T = (data[key] != 0).numpy()
+    return np.bincount(prompt_T[nonzero_T], minlength=len(lengths.counts)) == 0
 
 
 def common_prefixes(ids_T: IntArray, lengths: Lengths, experts_TN: npt.NDArray[np.int16] | None = None) -> IntArray:

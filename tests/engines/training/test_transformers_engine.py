@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -12,17 +13,31 @@ from realign.api import (
     MicroBatchSpec,
     SequenceSample,
     masked_max,
+    masked_mean,
     stat_values,
 )
-from realign.engines import OptimizerSpec, Schedule
+from realign.engines import OptimizerSpec, Schedule, TransformersModel
 from realign.errors import RunError
 from realign.functional.rounding import active_rounding
 from realign.interfaces.components import Constant, SeqMeanTokenMean, SeqMeanTokenSum, TokenMean
+from realign.models import Causal, ValueHead
+from realign.models.network import passes
 from realign.samplers.in_process.compiled import fusion
 from realign.samplers.in_process.compiled.trunk import tile_products
 from realign.samplers.in_process.settings import InProcessSampling
 from tests.grids import rotating
-from tests.tiny import FAMILIES, ONE, STEP, Likelihood, assert_same, random_sample, tiny_engine, train, weights
+from tests.tiny import (
+    FAMILIES,
+    ONE,
+    STEP,
+    Likelihood,
+    assert_same,
+    random_sample,
+    save_tiny,
+    tiny_engine,
+    train,
+    weights,
+)
 
 LENGTHS = ((9, 4, 6), (12,), (3, 5), (8, 2, 2, 1))
 SPECS = [ONE, *(MicroBatchSpec(n_microbatches=n) for n in (2, 3, 4, 9))]
@@ -443,6 +458,87 @@ def test_rounded_weights_follow_every_optimizer_step():
         sampled = [x.generate(prompts, config, seed=0)["logprobs"] for x in (engine, fresh)]
         assert torch.equal(*scored)
         assert torch.equal(*sampled)
+
+
+def weighted(output, data, *, entropy=0.0, values=0.0):
+    logprobs_T, entropy_T = output.logprobs_and_entropy(where_T=data["loss_mask"])
+    loss_T = -data["advantages"] * logprobs_T - entropy * entropy_T
+    loss_T = loss_T + values * output.values().square() if values else loss_T
+    shown = {name: masked_mean(x_T, data["loss_mask"]) for name, x_T in (("nll", -logprobs_T), ("entropy", entropy_T))}
+    return torch.where(data["loss_mask"], loss_T, 0).sum(), shown
+
+
+def with_advantages(*prompts):
+    data = random_sample(LENGTHS)
+    lengths = data.lengths["input_ids"]
+    factor_S = torch.tensor([p in prompts for p in lengths.prompt_of_sequence.tolist()])
+    of_token_T = factor_S.repeat_interleave(torch.from_numpy(lengths.flat))
+    drawn_T = torch.randn(len(of_token_T), generator=torch.Generator().manual_seed(0))
+    return data.with_tokens(advantages=torch.where(of_token_T, drawn_T, 0))
+
+
+class Calls:
+    def __init__(self, engine):
+        self.forward = self.backward = 0
+        layer = engine.module.base_model.layers[0]
+        layer.register_forward_hook(lambda *_: self._add("forward"))
+        layer.register_full_backward_hook(lambda *_: self._add("backward"))
+
+    def _add(self, name):
+        setattr(self, name, getattr(self, name) + 1)
+
+
+@pytest.mark.parametrize("settings", [{}, {"dtype": "bfloat16"}, {"gradient_checkpointing": True}])
+@pytest.mark.parametrize(
+    ("trained", "terms", "calls"),
+    [
+        ((0, 2), {}, (2, 1)),
+        ((), {}, (1, 0)),
+        ((0, 1, 2, 3), {}, (1, 1)),
+        ((0, 2), {"entropy": 0.1}, (3, 2)),  # their gradient is found, and they are computed again
+        ((0, 2), {"values": 0.1}, (3, 2)),
+    ],
+)
+def test_prompts_whose_loss_has_no_gradient_have_no_backward_pass(
+    monkeypatch, tmp_path, trained, terms, calls, settings
+):
+    data, results = with_advantages(*trained), []
+    folder = save_tiny(tmp_path / "m", "llama")
+    head = Causal(ValueHead(layers=1, init="normal") if "values" in terms else None)
+    monkeypatch.setattr(passes, "MIN_ROWS", 1)
+    for key in (None, "advantages"):
+        source = TransformersModel(
+            str(folder), device="cpu", optimizer=STEP, head=head, parallel_passes="off", **settings
+        )
+        engine = source.load("actor", seed=0).engine
+        counted = Calls(engine)
+        spec = MicroBatchSpec(zero_key=key)
+        stats = stat_values(engine.train_batch(data, spec, partial(weighted, **terms), lambda d: d["loss_mask"].sum()))
+        results.append((weights(engine), stats, stats.pop("n_microbatches")))
+    assert (counted.forward, counted.backward) == calls
+    for name, x in results[0][0].items():  # products in bf16 round
+        torch.testing.assert_close(results[1][0][name], x, atol=1e-5 if "dtype" in settings else 1e-6, rtol=1e-5)
+    assert results[1][1] == pytest.approx(results[0][1], rel=1e-4)
+    assert stats["zero_gradient_steps"] == (not trained)
+
+
+def test_lanes_compute_both_kinds_of_prompts(monkeypatch):
+    monkeypatch.setattr(passes, "MIN_ROWS", 4)
+    threads, data = torch.get_num_threads(), with_advantages(0, 2)
+    results = []
+    try:
+        for number, key in ((1, None), (2, "advantages")):
+            torch.set_num_threads(number)
+            engine = tiny_engine(optimizer=STEP)
+            stats = stat_values(
+                engine.train_batch(data, MicroBatchSpec(zero_key=key), weighted, lambda d: d["loss_mask"].sum())
+            )
+            results.append((weights(engine), stats, stats.pop("n_microbatches")))
+    finally:
+        torch.set_num_threads(threads)
+    assert results[1][2] == 4
+    assert_same(results[1][0], results[0][0])
+    assert results[1][1] == pytest.approx(results[0][1], rel=1e-4)
 
 
 @pytest.mark.parametrize("spec", [ONE, SPECS[-1]])
