@@ -28,7 +28,7 @@ from realign.models.network.passes import Layout, Passes, side_by_side
 from realign.samplers.in_process.compiled.exact import ExactModel
 from realign.samplers.in_process.compiled.fusion import Fusion
 from realign.samplers.in_process.compiled.library import CompiledDecode
-from realign.samplers.in_process.compiled.trunk import tile_products
+from realign.samplers.in_process.compiled.trunk import library_products
 from realign.samplers.in_process.rollout_model import DecodableEngine, RolloutModel, positions_of
 from realign.samplers.in_process.settings import InProcessSampling
 
@@ -48,7 +48,7 @@ class InferenceEngine(DecodableEngine):
         compiled = CompiledDecode.on if sampling.exact else sampling.compiled_decode
         self.fusion = Fusion(network.rollout_module, compiled) if network.abilities.fuses else None
         if network.abilities.rounded is not None and compiled is not CompiledDecode.off:
-            network.abilities.rounded.multiply_by = tile_products()
+            network.abilities.rounded.multiply_by = library_products()
         if sampling.exact and isinstance(network.head, LMHead):
             network.exact = ExactModel(network, self.fusion)
         self._seed = seed

@@ -23,7 +23,7 @@ from realign.interfaces.components import Constant, SeqMeanTokenMean, SeqMeanTok
 from realign.models import Causal, ValueHead
 from realign.models.network import passes
 from realign.samplers.in_process.compiled import fusion
-from realign.samplers.in_process.compiled.trunk import tile_products
+from realign.samplers.in_process.compiled.trunk import library_products
 from realign.samplers.in_process.settings import InProcessSampling
 from tests.grids import rotating
 from tests.tiny import (
@@ -427,7 +427,7 @@ def test_trap_b9_bfloat16_computes_over_fp32_weights():
         def loss(out, mb, seen=seen, dtype=dtype):
             seen.append(out.logprobs().dtype)
             weight_VH = out.head.weight_VH.detach().to(dtype).float()  # a CPU rounds weights only
-            near = 1e-5 if dtype == torch.bfloat16 and tile_products() else 0.0
+            near = 1e-5 if dtype == torch.bfloat16 and library_products() else 0.0
             torch.testing.assert_close(out.logits, out.hidden_TH @ weight_VH.T, rtol=0, atol=near)
             return Likelihood().loss(out, mb)
 

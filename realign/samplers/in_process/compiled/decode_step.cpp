@@ -41,10 +41,12 @@ constexpr int LANES = 4, WIDTH = 4, HEIGHT = 6;
 constexpr int LANES = 4, WIDTH = 2, HEIGHT = 6;
 #endif
 
-// Inputs summed before the next block of columns, so that a block of weights stays in the cache for all rows.
+// Weights are stored by panels of so many columns: a product reads each panel from its start to its end.
+constexpr int64_t PANEL = 64;
+// Inputs summed before the next rows, so that a part of a panel stays in the cache for all rows.
 constexpr int64_t DEPTH = 256;
 // Distance in inputs between the weights that are multiplied and those that are fetched.
-constexpr int64_t AHEAD = 8;
+constexpr int64_t AHEAD = 24;
 
 typedef float Vec __attribute__((vector_size(LANES * sizeof(float))));
 typedef int32_t IVec __attribute__((vector_size(LANES * sizeof(int32_t))));
@@ -124,14 +126,15 @@ inline Vec exponential(Vec x) {
     return y * (Vec)power;
 }
 
-// Adds a[R, depth] * w[depth, W * LANES] to c[R, W * LANES]. The product is summed first, which rounds less.
+// Adds a[R, depth] * w[depth, W * LANES] to c[R, W * LANES], where w is in a panel. The product is summed first, which
+// rounds less.
 template <int R, int W, typename T>
-inline void tile(const float* a, int64_t lda, const T* w, int64_t ldw, float* c, int64_t ldc, int64_t depth) {
+inline void tile(const float* a, int64_t lda, const T* w, float* c, int64_t ldc, int64_t depth) {
     Vec sums[R][W] = {};
-    for (int64_t k = 0; k < depth; k++, w += ldw) {
+    for (int64_t k = 0; k < depth; k++, w += PANEL) {
         Vec weights[W];
         for (int j = 0; j < W; j++) {
-            __builtin_prefetch(w + AHEAD * ldw + j * LANES);
+            __builtin_prefetch(w + AHEAD * PANEL + j * LANES);
             weights[j] = load(w + j * LANES);
         }
         for (int r = 0; r < R; r++) {
@@ -143,64 +146,33 @@ inline void tile(const float* a, int64_t lda, const T* w, int64_t ldw, float* c,
         for (int j = 0; j < W; j++) store(c + r * ldc + j * LANES, load(c + r * ldc + j * LANES) + sums[r][j]);
 }
 
-// The same for the columns from `first` on.
+// The same for `columns` columns of a panel.
 template <int R, typename T>
-void add_rows(const float* a, int64_t lda, const T* w, int64_t ldw, float* c, int64_t ldc, int64_t depth,
-              int64_t first, int64_t columns) {
-    int64_t j = first;
-    for (; j + WIDTH * LANES <= columns; j += WIDTH * LANES) tile<R, WIDTH>(a, lda, w + j, ldw, c + j, ldc, depth);
-    for (; j + LANES <= columns; j += LANES) tile<R, 1>(a, lda, w + j, ldw, c + j, ldc, depth);
+void add_rows(const float* a, int64_t lda, const T* w, float* c, int64_t ldc, int64_t depth, int64_t columns) {
+    constexpr int WHOLE = PANEL / LANES;  // more sums at a time for one row, each of which waits for the one before
+    int64_t j = 0;
+    if (R == 1 && columns == PANEL) return tile<1, WHOLE>(a, lda, w, c, ldc, depth);
+    for (; j + WIDTH * LANES <= columns; j += WIDTH * LANES) tile<R, WIDTH>(a, lda, w + j, c + j, ldc, depth);
+    for (; j + LANES <= columns; j += LANES) tile<R, 1>(a, lda, w + j, c + j, ldc, depth);
     for (; j < columns; j++)
         for (int r = 0; r < R; r++) {
             float s = 0;
-            for (int64_t k = 0; k < depth; k++) s = std::fma(a[r * lda + k], value(w[k * ldw + j]), s);
+            for (int64_t k = 0; k < depth; k++) s = std::fma(a[r * lda + k], value(w[k * PANEL + j]), s);
             c[r * ldc + j] += s;
         }
 }
 
 // The same for the first of `rows` rows, at most HEIGHT of them.
 template <typename T>
-inline void add_some(int64_t rows, const float* a, int64_t lda, const T* w, int64_t ldw, float* c, int64_t ldc,
-                     int64_t depth, int64_t columns) {
+inline void add_some(int64_t rows, const float* a, int64_t lda, const T* w, float* c, int64_t ldc, int64_t depth,
+                     int64_t columns) {
     switch (rows) {
-        case 1: return add_rows<1>(a, lda, w, ldw, c, ldc, depth, 0, columns);
-        case 2: return add_rows<2>(a, lda, w, ldw, c, ldc, depth, 0, columns);
-        case 3: return add_rows<3>(a, lda, w, ldw, c, ldc, depth, 0, columns);
-        case 4: return add_rows<4>(a, lda, w, ldw, c, ldc, depth, 0, columns);
-        case 5: return add_rows<5>(a, lda, w, ldw, c, ldc, depth, 0, columns);
-        default: return add_rows<HEIGHT>(a, lda, w, ldw, c, ldc, depth, 0, columns);
-    }
-}
-
-// One or two rows: wide blocks of columns, which read long pieces of memory.
-template <int R, int W, typename T>
-void add_few(const float* a, int64_t lda, const T* w, int64_t ldw, int64_t columns, float* c, int64_t ldc,
-             int64_t depth) {
-    int64_t j = 0;
-    for (; j + W * LANES <= columns; j += W * LANES) tile<R, W>(a, lda, w + j, ldw, c + j, ldc, depth);
-    add_rows<R>(a, lda, w, ldw, c, ldc, depth, j, columns);
-}
-
-// c[rows, columns] += a[rows, inputs] * w[inputs, columns]
-template <typename T>
-void add_product(int64_t rows, const float* a, int64_t lda, const T* w, int64_t ldw, int64_t inputs, int64_t columns,
-                 float* c, int64_t ldc) {
-    for (int64_t k = 0; k < inputs; k += DEPTH) {
-        const int64_t depth = inputs - k < DEPTH ? inputs - k : DEPTH;
-        const T* part = w + k * ldw;
-        if (rows == 1) {
-            add_few<1, 4 * WIDTH>(a + k, lda, part, ldw, columns, c, ldc, depth);
-            continue;
-        }
-        if (rows == 2) {
-            add_few<2, 2 * WIDTH>(a + k, lda, part, ldw, columns, c, ldc, depth);
-            continue;
-        }
-        for (int64_t j = 0; j < columns; j += WIDTH * LANES) {
-            const int64_t some = columns - j < WIDTH * LANES ? columns - j : WIDTH * LANES;
-            for (int64_t r = 0; r < rows; r += HEIGHT)
-                add_some(rows - r, a + k + r * lda, lda, part + j, ldw, c + r * ldc + j, ldc, depth, some);
-        }
+        case 1: return add_rows<1>(a, lda, w, c, ldc, depth, columns);
+        case 2: return add_rows<2>(a, lda, w, c, ldc, depth, columns);
+        case 3: return add_rows<3>(a, lda, w, c, ldc, depth, columns);
+        case 4: return add_rows<4>(a, lda, w, c, ldc, depth, columns);
+        case 5: return add_rows<5>(a, lda, w, c, ldc, depth, columns);
+        default: return add_rows<HEIGHT>(a, lda, w, c, ldc, depth, columns);
     }
 }
 
@@ -366,21 +338,34 @@ void add_tiles(int64_t rows, const float* a, int64_t lda, const Half* w, int64_t
 }
 #endif
 
+// c[rows, r] += a[rows, inputs] * w[inputs, r], where w is stored by panels: [columns / PANEL, inputs, PANEL].
+template <typename T>
+void add_panels(int64_t rows, const float* a, int64_t lda, const T* w, int64_t inputs, Range r, float* c, int64_t ldc) {
+    for (int64_t j = r.first, next; j < r.end; j = next) {
+        next = std::min(r.end, j / PANEL * PANEL + PANEL);
+        for (int64_t k = 0; k < inputs; k += DEPTH) {
+            const int64_t depth = std::min(DEPTH, inputs - k);
+            const T* part = w + (j / PANEL * inputs + k) * PANEL + j % PANEL;
+            for (int64_t b = 0; b < rows; b += HEIGHT)
+                add_some(rows - b, a + k + b * lda, lda, part, c + b * ldc + j, ldc, depth, next - j);
+        }
+    }
+}
+
 // How a weight is stored; `trunk.py` has the same numbers.
 enum Stored : int64_t { FLOAT, HALF, TILES };
 
-// c[rows, r] += a[rows, inputs] * w[inputs, r] for the columns r, of the columns of w.
-void add_product(int64_t stored, int64_t rows, const float* a, int64_t lda, const void* w, int64_t inputs,
-                 int64_t columns, Range r, float* c, int64_t ldc) {
-    const int64_t some = r.end - r.first;
+// c[rows, r] += a[rows, inputs] * w[inputs, r] for the columns r.
+void add_product(int64_t stored, int64_t rows, const float* a, int64_t lda, const void* w, int64_t inputs, Range r,
+                 float* c, int64_t ldc) {
     if (stored == FLOAT)
-        add_product(rows, a, lda, static_cast<const float*>(w) + r.first, columns, inputs, some, c + r.first, ldc);
+        add_panels(rows, a, lda, static_cast<const float*>(w), inputs, r, c, ldc);
 #if defined(HAS_TILES)
     else if (stored == TILES)
         add_tiles(rows, a, lda, static_cast<const Half*>(w), inputs, r, c, ldc);
 #endif
     else
-        add_product(rows, a, lda, static_cast<const Half*>(w) + r.first, columns, inputs, some, c + r.first, ldc);
+        add_panels(rows, a, lda, static_cast<const Half*>(w), inputs, r, c, ldc);
 }
 
 void start_with(int64_t rows, const float* bias, Range r, float* c, int64_t ldc) {
@@ -465,7 +450,7 @@ void activate(float* gate, const float* up, int64_t n, bool gelu) {
     std::memcpy(gate + i, &y, (n - i) * sizeof(float));
 }
 
-// Weights are [inputs, outputs]; a bias or norm that the layer lacks is null. `trunk.py` has the same fields.
+// A bias or norm that the layer lacks is null. `trunk.py` has the same fields.
 struct Layer {
     const float* attention_norm;
     const void* qkv;
@@ -522,7 +507,7 @@ void decode(const Trunk* trunk, int64_t rows, int64_t first_slot, int64_t slot_s
             start_with(rows, bias, out, h, hidden);
         else
             add_bias(rows, bias, out, x, hidden);
-        add_product(trunk->stored, rows, a, lda, w, inputs, hidden, out, norm ? h : x, hidden);
+        add_product(trunk->stored, rows, a, lda, w, inputs, out, norm ? h : x, hidden);
         team.meet();
         for (int64_t b = mine.first; norm && b < mine.end; b++) {
             float *added = h + b * hidden, *y = x + b * hidden;
@@ -541,7 +526,7 @@ void decode(const Trunk* trunk, int64_t rows, int64_t first_slot, int64_t slot_s
         normalize_rows(l.attention_norm, l.attention_floor, h);
         const Range joined = team.part(me, outputs, BLOCK);
         start_with(rows, l.qkv_bias, joined, qkv, outputs);
-        add_product(trunk->stored, rows, h, hidden, l.qkv, hidden, outputs, joined, qkv, outputs);
+        add_product(trunk->stored, rows, h, hidden, l.qkv, hidden, joined, qkv, outputs);
         team.meet();
         const Range pairs = team.part(me, rows * l.groups);
         for (int64_t pair = pairs.first; pair < pairs.end; pair++) {
@@ -572,7 +557,7 @@ void decode(const Trunk* trunk, int64_t rows, int64_t first_slot, int64_t slot_s
         const Range gate = team.part(me, l.inner, BLOCK), up = {l.inner + gate.first, l.inner + gate.end};
         for (const Range& r : {gate, up}) {
             start_with(rows, l.gate_up_bias, r, gate_up, 2 * l.inner);
-            add_product(trunk->stored, rows, h, hidden, l.gate_up, hidden, 2 * l.inner, r, gate_up, 2 * l.inner);
+            add_product(trunk->stored, rows, h, hidden, l.gate_up, hidden, r, gate_up, 2 * l.inner);
         }
         for (int64_t b = 0; b < rows; b++) {
             float* g = gate_up + b * 2 * l.inner + gate.first;
@@ -625,8 +610,18 @@ void realign_product(int64_t rows, const float* a, const void* w, int64_t inputs
     team.run([&](int64_t me) {
         const Range r = team.part(me, columns, BLOCK);
         start_with(rows, nullptr, r, c, columns);
-        add_product(stored, rows, a, inputs, w, inputs, columns, r, c, columns);
+        add_product(stored, rows, a, inputs, w, inputs, r, c, columns);
     });
+}
+
+// Whether the CPU has vectors that MKL, with which torch multiplies in fp32, uses on CPUs of Intel only.
+int64_t realign_has_wider_vectors() {
+#if defined(__AVX512F__)
+    __builtin_cpu_init();
+    return __builtin_cpu_is("amd") != 0;
+#else
+    return 0;
+#endif
 }
 
 // Log-probs of one token per row under the softmax of `logits` [rows, words], and the log-sum-exp of each row.

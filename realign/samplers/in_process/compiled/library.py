@@ -165,6 +165,7 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     library.realign_logprobs.argtypes = [count, pointer, count, pointer, pointer, pointer]
     for procedure in (library.realign_decode, library.realign_product, library.realign_logprobs):
         procedure.restype = None
-    library.realign_has_tiles.argtypes, library.realign_has_tiles.restype = [], count
+    for question in (library.realign_has_tiles, library.realign_has_wider_vectors):
+        question.argtypes, question.restype = [], count
     library.realign_scratch.argtypes, library.realign_scratch.restype = [pointer, count, count], count
     return library

@@ -34,6 +34,9 @@ _LARGE_PRODUCT = 2**27
 _TILES = 32
 """Inputs and outputs of which tiles store a multiple, the rest as zeros: `DEEP` and `WIDE` of decode_step.cpp."""
 
+_PANEL = 64
+"""Outputs of which panels store a multiple, the rest as zeros: `PANEL` of decode_step.cpp."""
+
 _TEXT_ROWS = 256
 """Rows of a text in one call, which limits the scratch memory."""
 
@@ -48,9 +51,9 @@ class Form(IntEnum):
     """How the library stores a weight; `Stored` of decode_step.cpp."""
 
     floats = 0
-    """In fp32, [inputs, outputs]."""
+    """In fp32, by panels of outputs."""
     halves = 1
-    """In bf16, [inputs, outputs]."""
+    """In bf16, by panels of outputs."""
     tiles = 2
     """In bf16, as AMX multiplies it."""
 
@@ -75,11 +78,13 @@ class StoredWeight(NamedTuple):
         weight_MK = weight_MK.detach()
         outputs, inputs = weight_MK.shape
         values = (weight_MK if form is Form.floats else weight_MK.to(torch.bfloat16)).t()
+        missing = (-inputs % _TILES, -outputs % _TILES) if form is Form.tiles else (0, -outputs % _PANEL)
+        if any(missing):  # `pad` always copies
+            values = F.pad(values, (0, missing[1], 0, missing[0]))
         if form is Form.tiles:
-            missing = -inputs % _TILES, -outputs % _TILES
-            if any(missing):  # `pad` always copies
-                values = F.pad(values, (0, missing[1], 0, missing[0]))
             values = values.unflatten(0, (-1, 16, 2)).unflatten(3, (-1, 2, 16)).permute(3, 0, 4, 1, 5, 2)
+        else:
+            values = values.unflatten(1, (-1, _PANEL)).transpose(0, 1)
         return cls(values.contiguous(), form, (inputs, outputs), library)
 
     def product(self, x_NK: Tensor, threads: int) -> Tensor:
@@ -90,14 +95,14 @@ class StoredWeight(NamedTuple):
         return y_NM
 
 
-def tile_products() -> MultiplyBy | None:
-    """Return what multiplies by a weight in tiles of bf16; None if this CPU or this process can't."""
+def library_products() -> MultiplyBy | None:
+    """Return what multiplies by a weight in bf16; None if this CPU or this process can't do it faster than torch."""
     library = load_library()
-    if isinstance(library, LibraryError) or not library.realign_has_tiles():
+    if isinstance(library, LibraryError) or not (library.realign_has_tiles() or library.realign_has_wider_vectors()):
         return None
 
     def multiply_by(weight_MK: Tensor) -> Callable[[Tensor], Tensor]:
-        stored = StoredWeight.of(weight_MK, library, Form.tiles)
+        stored = StoredWeight.of(weight_MK, library, Form.of_rounded(library))
         return lambda x_NK: stored.product(x_NK, torch.get_num_threads())
 
     return multiply_by

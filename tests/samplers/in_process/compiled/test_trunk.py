@@ -24,7 +24,7 @@ from realign.samplers.in_process.compiled import trunk as trunk_module
 from realign.samplers.in_process.compiled.fused_layers import FusedTrunk
 from realign.samplers.in_process.compiled.fusion import DecodePath, Fusion
 from realign.samplers.in_process.compiled.library import CompiledDecode, LibraryError, load_library
-from realign.samplers.in_process.compiled.trunk import CompiledTrunk, Form, StoredWeight, tile_products
+from realign.samplers.in_process.compiled.trunk import CompiledTrunk, Form, StoredWeight, library_products
 from realign.samplers.in_process.settings import InProcessSampling
 from tests.samplers.in_process.compiled.native import KNOWN, adapted_model, close, requires_compiler, rollout
 from tests.samplers.in_process.rollouts import prompts, responses, same, sample_of
@@ -128,9 +128,10 @@ def test_a_product_is_that_of_fp64_in_every_form_and_with_any_number_of_threads(
 
 def test_layers_and_head_multiply_in_tiles_unless_the_library_is_off(monkeypatch):
     monkeypatch.setattr(trunk_module, "load_library", lambda: LibraryError("no C++ compiler is installed"))
-    assert tile_products() is None
+    assert library_products() is None
     made = []
-    monkeypatch.setattr(inference_engine, "tile_products", lambda: lambda weight: made.append(weight.shape) or weight)
+    multiply_by = lambda weight: made.append(weight.shape) or weight  # noqa: E731
+    monkeypatch.setattr(inference_engine, "library_products", lambda: multiply_by)
     for compiled_decode, set_by in ((CompiledDecode.auto, True), (CompiledDecode.off, False)):
         engine = tiny_engine("llama", dtype=torch.bfloat16, sampling=InProcessSampling(compiled_decode=compiled_decode))
         assert (engine.network.abilities.rounded.multiply_by is not None) is set_by
