@@ -68,8 +68,10 @@ class Stepper:
     def accumulate(self, gradients: Iterable[Tensor | None]) -> None:
         """Add gradients from `differentiate` to the accumulated gradient (`parameter.grad`)."""
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
-            if gradient is not None:  # clone: two parameters may share one tensor
-                parameter.grad = gradient.clone() if parameter.grad is None else parameter.grad + gradient
+            if gradient is not None and parameter.grad is not None:
+                parameter.grad.add_(gradient)
+            elif gradient is not None:
+                parameter.grad = gradient.clone()  # two parameters may share one tensor
 
     def step(
         self, loss: Tensor, weight: Tensor, *, vetoed: bool = False, culprits: Callable[[], str] | None = None
