@@ -30,7 +30,7 @@ from rich.console import Console
 
 from realign.cache_folder import Cache
 from realign.cli.chat import Chat, read_lines
-from realign.cli.commands import configure_allocators
+from realign.cli.commands import configure_torch
 from realign.cli.exit_codes import plain_warnings
 from realign.cli.export import Export, model_or_run
 from realign.cli.train import build, console, is_one_of_many, record, run_alone
@@ -245,7 +245,7 @@ def train(
         Interrupted: a signal stopped the run, as in a notebook the button; the message contains the last step. Its
             `run` is the run.
     """
-    configure_allocators()
+    configure_torch()
     arguments = {"model": model, "tokenizer": tokenizer, "data": data, "reward": reward}
     with plain_warnings(debug=False), raise_on_signals(), lasting_console():
         if isinstance(experiment, Experiment):

@@ -140,7 +140,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code, as listed in `realign.errors.ExitCode`.
     """
     args = list(sys.argv[1:] if argv is None else argv)
-    configure_allocators()
+    configure_torch()
     debug = "--debug" in args or full_errors()
     with lasting_console() as console, plain_warnings(debug):
         if argv is None:
@@ -194,7 +194,7 @@ def without_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def configure_allocators() -> None:
+def configure_torch() -> None:
     """Let torch grow its blocks on CUDA, and use large pages and sleep on CPUs, unless the user configures it.
 
     Micro-batches have different shapes, which would otherwise fragment the memory of a GPU. On Linux, a training step

@@ -43,11 +43,14 @@ def test_help_lists_commands_and_experiments_without_torch_or_hydra(here):
     assert re.search(r"^  bigram +A bigram model learns to say 3\.$", out, re.M)
 
 
-@pytest.mark.parametrize(("own", "used"), [(None, "1"), ("0", "0")])
-def test_torch_uses_large_pages_unless_the_user_says_otherwise(own, used, monkeypatch):
-    monkeypatch.setattr(os, "environ", {} if own is None else {"THP_MEM_ALLOC_ENABLE": own})
-    cli.configure_allocators()
-    assert os.environ["THP_MEM_ALLOC_ENABLE"] == used
+@pytest.mark.parametrize(
+    ("name", "ours", "other"), [("THP_MEM_ALLOC_ENABLE", "1", "0"), ("OMP_WAIT_POLICY", "PASSIVE", "ACTIVE")]
+)
+def test_torch_uses_large_pages_and_sleeps_unless_the_user_says_otherwise(name, ours, other, monkeypatch):
+    for own, used in ((None, ours), (other, other)):
+        monkeypatch.setattr(os, "environ", {} if own is None else {name: own})
+        cli.configure_torch()
+        assert os.environ[name] == used
 
 
 def test_a_config_is_composed_without_torch(here):
