@@ -16,6 +16,7 @@ from realign.engines import OptimizerSpec
 from realign.models import Value
 from realign.testing import check_engine, random_batch
 from tests.engines.distributed import scenarios
+from tests.engines.distributed.comparisons import OWN
 from tests.engines.distributed.run_ranks import run_ranks
 from tests.torchrun_ranks import torchrun
 
@@ -80,7 +81,7 @@ def of_deepspeed(*arguments: Any) -> dict[str, Any]:
 def comparable(tree: Any) -> Any:
     """Return a tree of results without what depends on the number of ranks."""
     if isinstance(tree, dict):
-        return {key: comparable(value) for key, value in tree.items() if key not in ("n", "n_microbatches")}
+        return {key: comparable(value) for key, value in tree.items() if key not in {"n", *OWN}}
     return [comparable(value) for value in tree] if isinstance(tree, list) else tree
 
 

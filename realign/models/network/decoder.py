@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -32,7 +33,7 @@ from realign.models.network.kv_cache import (
     PrefillContext,
     bytes_per_slot,
 )
-from realign.models.network.passes import Layout, worthwhile_prefixes
+from realign.models.network.passes import Layout, share_start
 from realign.models.network.recurrence import States
 from realign.models.network.routers import Routed, Routers
 
@@ -265,13 +266,13 @@ class PackedDecoder(Decoder):
 
     @override
     def prefill(self, texts: Sequence[PromptInput]) -> tuple[Tensor, list[Any]]:
-        # one packed pass reads all texts, as if they were the sequences of one prompt
-        lengths = Lengths.of([[len(text) for text in texts]])
+        # one packed pass reads all texts
+        lengths = Lengths.of([[len(text)] for text in texts])
         ids_T = torch.cat([ids_of(text) for text in texts])
         has_images = self.images is not None and any(isinstance(text, ImagePrompt) for text in texts)
         layout = Layout.plain(lengths)
         if self.shares and ids_T.device.type == "cpu" and not has_images:
-            layout = Layout.of(lengths, worthwhile_prefixes(ids_T.numpy(), lengths))
+            layout = share_start(ids_T.numpy(), lengths, np.zeros(len(texts), dtype=np.int64))
         context = PrefillContext(
             on_device(layout.cu_seqlens, ids_T.device), lengths=layout.pieces.tolist(), after=layout.after.tolist()
         )

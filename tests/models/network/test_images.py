@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from realign.api import GenerationConfig, Lengths, MicroBatchSpec
+from realign.api import GenerationConfig, Lengths, MicroBatchSpec, SequenceSample
 from realign.engines import OptimizerSpec
 from realign.errors import ConfigError, DataError
 from realign.models.network.images import place
@@ -91,6 +91,18 @@ def test_packed_gradients_equal_those_of_each_sequence_alone(family, budget):
     assert any(name.startswith("model.visual") and p.grad.abs().max() > 1e-4 for name, p in wanted.items())
     for name, parameter in engine.module.named_parameters():
         torch.testing.assert_close(parameter.grad, wanted[name].grad, rtol=1e-3, atol=1e-5, msg=name)
+
+
+def test_prompts_of_equal_tokens_have_their_own_images():
+    data = image_sample([[(2, 3)]] * 3, [[4, 2], [5], [3]])
+    prompt = data.sequences()[0][:-4]
+    texts = [torch.cat([prompt, torch.tensor(own)]) for own in ([5, 6, 7], [5, 9], [8], [5, 6])]
+    lengths = Lengths.of([[len(texts[0]), len(texts[1])], [len(texts[2])], [len(texts[3])]])
+    alike = SequenceSample(data.ids).with_data({"input_ids": torch.cat(texts)}, lengths=lengths)
+    alike = alike.merge(data.select(["pixel_values", "image_grid_thw"]))
+    again, wanted = scored(tiny_image_engine(), alike), alone(tiny_image_model(attention="eager"), alike)
+    torch.testing.assert_close(again, wanted, **EXACT)
+    assert not torch.allclose(wanted[len(prompt)], wanted[lengths.starts[2] + len(prompt)])
 
 
 @pytest.mark.parametrize("slots", [None, 2])

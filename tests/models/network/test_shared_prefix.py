@@ -326,6 +326,14 @@ def test_each_micro_batch_has_its_own_copy_of_the_system_message(spec):
     torch.testing.assert_close(weights, train(plain, data)[1], atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize(("more", "saved"), [(30, 60), (300, 0), (800, 0)])
+def test_long_texts_do_not_share_a_short_start(more, saved):
+    data = random_sample([[20 + more]] * 4)
+    first = data.sequences()[0][:20]
+    data = data.with_tokens(input_ids=torch.cat([torch.cat([first, text[20:]]) for text in data.sequences()]))
+    assert Passes.of(data, ONE, share=True).saved == saved
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("family", [*FAMILIES, *OTHERS, "qwen3_next", "falcon_h1", "mamba"])
 def test_a_prefill_computes_the_first_tokens_that_all_prompts_share_once(family):
