@@ -56,9 +56,8 @@ _MIN_SAVED = 0.05
 0.06."""
 
 _MASKED = 2000
-"""n * n / 2000 is what a piece of n rows loses, in rows, if it continues another one: it then attends with a mask, so its
-attention to itself takes twice as long. (The products of a row cost as much as its attention to so many keys as 6 times
-the hidden size, so this is that of models with a hidden size between 300 and 700.)"""
+"""A piece of n rows that continues another one attends with a mask, and its attention to itself takes twice as long.
+That is as much work as n * n / 2000 rows, in a model with a hidden size of 300 to 700."""
 
 SHORTEST = 0.75
 """Length of the shortest sequence of a batch, as a fraction of the longest. Padding then adds at most a third."""
