@@ -214,7 +214,7 @@ class TransformersEngine(InferenceEngine):
 
         def compute(numbered: tuple[int, tuple[SequenceSample, Layout]]) -> tuple[Tensor, Any, list[Tensor | None]]:
             number, micro_batch = numbered
-            has_gradient = number < len(passes.batches) - passes.zeros
+            has_gradient = number < len(passes.batches) - passes.without_gradient
             output, loss, stats = run(*micro_batch, through_layers=has_gradient)
             if not has_gradient:
                 if self._has_gradient(loss, output):  # from another term of the loss

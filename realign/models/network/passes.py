@@ -85,7 +85,7 @@ class Passes:
     layouts: tuple[Layout, ...]
     lanes: int = 1
     """Number of passes that run concurrently."""
-    zeros: int = 0
+    without_gradient: int = 0
     """Number of passes at the end whose loss has no gradient, if it is as `MicroBatchSpec.zero_key` says."""
 
     @classmethod
@@ -128,7 +128,7 @@ class Passes:
 
     @classmethod
     def _join(cls, data: SequenceSample, choices: Sequence[Sequence[int]], parts: Sequence[Passes]) -> Passes:
-        """Return the passes over a batch, given its prompts of two kinds and the passes over them; zeros are last."""
+        """Return the passes over a batch, given its prompts of two kinds and the passes over them; zeros last."""
         prompt_S = data.lengths[TOKENS].prompt_of_sequence
         plan = [
             np.flatnonzero(np.isin(prompt_S, prompts))[chosen]
@@ -186,22 +186,22 @@ class Layout:
         if not root and not shares_P.any():
             return cls.plain(lengths)
         pieces = [(root, 0, -1)] if root else []  # rows, first token, piece before
-        row_T = list[int]()
+        spans = list[tuple[int, int]]()  # first row and number of rows, in the order of the tokens
         rows = root
         for prompt, (begin, end) in enumerate(pairwise(lengths.sequence_starts.tolist())):
-            seen_T, before = list(range(root)), 0 if root else -1
+            seen, before, above = root, 0 if root else -1, [(0, root)]
             if shares_P[prompt]:
-                more = int(prefix_P[prompt]) - root
-                pieces.append((more, int(lengths.starts[begin]) + root, before))
-                seen_T, before, rows = [*seen_T, *range(rows, rows + more)], len(pieces) - 1, rows + more
+                seen = int(prefix_P[prompt])
+                pieces.append((seen - root, int(lengths.starts[begin]) + root, before))
+                above, before, rows = [*above, (rows, seen - root)], len(pieces) - 1, rows + seen - root
             for start, length in zip(lengths.starts[begin:end].tolist(), lengths.flat[begin:end].tolist(), strict=True):
-                own = length - len(seen_T)
-                pieces.append((own, start + len(seen_T), before))
-                row_T += [*seen_T, *range(rows, rows + own)]
-                rows += own
+                pieces.append((length - seen, start + seen, before))
+                spans += [*above, (rows, length - seen)]
+                rows += length - seen
         counts_N, first_N, after_N = np.array(pieces, dtype=np.int64).reshape(-1, 3).T
-        token_R = np.repeat(first_N, counts_N) + _positions(counts_N)
-        return cls(counts_N, after_N, torch.from_numpy(token_R), torch.tensor(row_T, dtype=torch.int64))
+        row, count = np.array(spans, dtype=np.int64).reshape(-1, 2).T
+        token_R, row_T = (np.repeat(x, n) + _positions(n) for x, n in ((first_N, counts_N), (row, count)))
+        return cls(counts_N, after_N, torch.from_numpy(token_R), torch.from_numpy(row_T))
 
     def divide(self, parts: int, index: int) -> Layout:
         """Return the layout with `own` for one of several processes, which compute equally many rows each.

@@ -126,12 +126,10 @@ def test_a_product_is_that_of_fp64_in_every_form_and_with_any_number_of_threads(
         assert torch.equal(stored.product(x[:some], 1), got[:some])
 
 
-def test_layers_and_head_multiply_in_tiles_unless_the_library_is_off(monkeypatch):
+def test_layers_and_head_multiply_by_the_library_unless_it_is_off(monkeypatch):
     monkeypatch.setattr(trunk_module, "load_library", lambda: LibraryError("no C++ compiler is installed"))
     assert library_products() is None
-    made = []
-    multiply_by = lambda weight: made.append(weight.shape) or weight  # noqa: E731
-    monkeypatch.setattr(inference_engine, "library_products", lambda: multiply_by)
+    monkeypatch.setattr(inference_engine, "library_products", lambda: torch.nn.functional.linear)
     for compiled_decode, set_by in ((CompiledDecode.auto, True), (CompiledDecode.off, False)):
         engine = tiny_engine("llama", dtype=torch.bfloat16, sampling=InProcessSampling(compiled_decode=compiled_decode))
         assert (engine.network.abilities.rounded.multiply_by is not None) is set_by
