@@ -32,7 +32,7 @@ _SIZES = 8
 """Numbers of rows that a product can have between a power of two and the next. With 8, 4% of the rows are zeros."""
 
 MultiplyBy: TypeAlias = Callable[[Tensor], Callable[[Tensor], Tensor]]
-"""Returns, for a weight [M, K] in bf16, what computes products [N, M] in fp32 of rows [N, K] with it."""
+"""Returns, for a weight [M, K], what computes products [N, M] in fp32 of rows [N, K] with it, rounded to bf16."""
 
 _INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16")
 """Names in `torch.cpu.get_capabilities` of instructions that multiply bf16 faster than fp32."""
@@ -71,7 +71,7 @@ class RoundedWeight:
         if multiply_by is None:
             self.product = partial(F.linear, weight=self.backward_MK.float())
         else:
-            self.product = multiply_by(low_MK)
+            self.product = multiply_by(weight_MK)
 
 
 class RoundedWeights:

@@ -102,8 +102,8 @@ def test_a_head_rounds_its_weight_and_keeps_its_logits_in_fp32(instructions):
 
 def test_forward_products_of_layers_and_head_can_be_made_by_others():
     def thrice(weight_MK):
-        assert weight_MK.dtype == torch.bfloat16
-        return lambda x_NK: 3 * F.linear(x_NK, weight_MK.float())
+        assert weight_MK.dtype == torch.float32
+        return lambda x_NK: 3 * F.linear(x_NK, weight_MK.to(torch.bfloat16).float())
 
     weights, plain = RoundedWeights(), RoundedWeights()
     weights.multiply_by = thrice

@@ -38,16 +38,28 @@ class KVCache:
         self.length = length
         self.memory = object()
         """Another object whenever keys and values move to new memory."""
-        self._layers = {layer: (self._empty(k), self._empty(v)) for layer, (k, v) in like.items()}
+        self._blocks, self._layers = self._allocate(like)
         self._ready = 0
         self._clean = slots  # the first `_clean` slots are initialized up to `_ready`
         self._rows: dict[int, Tensor] = {}
         self._part = (0, 0)
         self._views: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def _empty(self, like: Tensor) -> Tensor:
-        """Return uninitialized memory [slots, Hk, length, D] for the keys or values of a layer."""
-        return like.new_empty(self.slots, like.shape[0], self.length, like.shape[2])
+    def _allocate(self, like: KeyValues) -> tuple[list[Tensor], KeyValues]:
+        """Return uninitialized blocks [X, slots, Hk, length, D], and the keys and values of each layer in them.
+
+        One block has the keys and values of all layers with the same shape, so that few operators move a row.
+        """
+        alike: dict[tuple[int, int, torch.dtype], list[tuple[int, Tensor]]] = {}
+        for layer, kv in like.items():
+            for x in kv:
+                alike.setdefault((x.shape[0], x.shape[2], x.dtype), []).append((layer, x))
+        blocks, layers = [], dict[int, list[Tensor]]()
+        for (heads, size, _), members in alike.items():
+            blocks.append(members[0][1].new_empty(len(members), self.slots, heads, self.length, size))
+            for (layer, _), x in zip(members, blocks[-1], strict=True):
+                layers.setdefault(layer, []).append(x)
+        return blocks, {layer: (kv[0], kv[1]) for layer, kv in layers.items()}
 
     def __getitem__(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys [slots, Hk, length, D] and values [slots, Hk, length, Dv] of a layer."""
@@ -67,9 +79,8 @@ class KVCache:
         return reached
 
     def _clear(self, slots: slice, tokens: slice) -> None:
-        for kv in self._layers.values():
-            for cache in kv:
-                cache[slots, :, tokens] = 0
+        for block in self._blocks:
+            block[:, slots, :, tokens] = 0
 
     def fill(self, first: int, last: int, prompt: KeyValues) -> None:
         """Copy a prompt to the start of the slots `first` (inclusive) to `last` (exclusive)."""
@@ -84,23 +95,20 @@ class KVCache:
 
     def resize(self, slots: int, length: int) -> None:
         """See `SlotCache.resize`."""
-        old = self._layers
+        old = self._blocks
         self.slots, self.length, self._clean = slots, length, min(self._clean, slots)
-        self._layers = {i: (self._empty(k[0]), self._empty(v[0])) for i, (k, v) in old.items()}
-        for layer, kv in old.items():
-            for cache, x in zip(self._layers[layer], kv, strict=True):
-                # the rest was never initialized, and copying it would commit its memory
-                cache[: self._clean, :, : self._ready] = x[: self._clean, :, : self._ready]
+        self._blocks, self._layers = self._allocate({i: (k[0], v[0]) for i, (k, v) in self._layers.items()})
+        for block, x in zip(self._blocks, old, strict=True):
+            # the rest was never initialized, and copying it would commit its memory
+            block[:, : self._clean, :, : self._ready] = x[:, : self._clean, :, : self._ready]
         # all of them refer to the old memory or its shape
         self.memory, self._rows, self._part, self._views = object(), {}, (0, 0), {}
 
     def move(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
         """Copy the first `length` tokens of the slots `sources` to the slots `targets`."""
-        caches = [cache for kv in self._layers.values() for cache in kv]
-        device = caches[0].device if caches else "cpu"  # a model without attention has none
-        source_M, target_M = (on_device(torch.tensor(slots), device) for slots in (sources, targets))
-        for cache in caches:
-            cache[target_M, :, :length] = cache[source_M, :, :length]
+        for source, target in zip(sources, targets, strict=True):
+            for block in self._blocks:
+                block[:, target, :, :length] = block[:, source, :, :length]
 
     def read(self, layer: int, slots: int, length: int) -> tuple[Tensor, Tensor]:
         """Return the first `length` keys and values of the first `slots` slots; the next call reuses the views."""

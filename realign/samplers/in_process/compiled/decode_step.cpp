@@ -96,13 +96,25 @@ inline Vec multiply_add(Vec a, Vec b, Vec c) {
 #endif
 }
 
-inline float sum(Vec v) {
-    float x[LANES];
-    std::memcpy(x, &v, sizeof v);
-    for (int step = LANES / 2; step > 0; step /= 2)
-        for (int i = 0; i < step; i++) x[i] += x[i + step];
-    return x[0];
-}
+// The sum of N floats, by halves, which stay in registers.
+template <int N>
+struct Halved {
+    typedef float Floats __attribute__((vector_size(N * sizeof(float))));
+    static float sum(Floats v) {
+        typename Halved<N / 2>::Floats low, high;
+        std::memcpy(&low, &v, sizeof low);
+        std::memcpy(&high, reinterpret_cast<const char*>(&v) + sizeof low, sizeof high);
+        return Halved<N / 2>::sum(low + high);
+    }
+};
+
+template <>
+struct Halved<1> {
+    typedef float Floats;
+    static float sum(float x) { return x; }
+};
+
+inline float sum(Vec v) { return Halved<LANES>::sum(v); }
 
 inline Vec select(IVec where, Vec a, Vec b) { return (Vec)((where & (IVec)a) | (~where & (IVec)b)); }
 
@@ -153,6 +165,7 @@ void add_rows(const float* a, int64_t lda, const T* w, float* c, int64_t ldc, in
     int64_t j = 0;
     if (R == 1 && columns == PANEL) return tile<1, WHOLE>(a, lda, w, c, ldc, depth);
     for (; j + WIDTH * LANES <= columns; j += WIDTH * LANES) tile<R, WIDTH>(a, lda, w + j, c + j, ldc, depth);
+    for (; j + 2 * LANES <= columns; j += 2 * LANES) tile<R, 2>(a, lda, w + j, c + j, ldc, depth);
     for (; j + LANES <= columns; j += LANES) tile<R, 1>(a, lda, w + j, c + j, ldc, depth);
     for (; j < columns; j++)
         for (int r = 0; r < R; r++) {
@@ -238,8 +251,8 @@ class Team {
     std::condition_variable all_here_;
 };
 
-// Columns of which each thread gets a multiple.
-constexpr int64_t BLOCK = WIDTH * LANES;
+// Columns of which each thread gets a multiple: a tile of AMX, and half a panel, since few panels don't divide evenly.
+constexpr int64_t BLOCK = 32;
 
 #if defined(HAS_TILES)
 // AMX multiplies tiles of bf16: A[16, 32] * B[32, 16], summed in fp32. A float is nearly the sum of two numbers in bf16
@@ -354,6 +367,54 @@ void add_panels(int64_t rows, const float* a, int64_t lda, const T* w, int64_t i
 
 // How a weight is stored; `trunk.py` has the same numbers.
 enum Stored : int64_t { FLOAT, HALF, TILES };
+
+// A weight of an output and an input is w[output * next_output + input * next_input].
+struct Weight {
+    const float* w;
+    int64_t next_output, next_input, inputs, outputs;
+};
+
+inline float stored_as(float x, float*) { return x; }
+
+// The nearest number in bf16, of two the even one.
+inline Half stored_as(float x, Half*) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, sizeof bits);
+    const uint32_t rounded = bits + 0x7fff + (bits >> 16 & 1);
+    return {uint16_t((x == x ? rounded : bits | 0x400000) >> 16)};
+}
+
+// Stores a weight by panels, those of `panels`.
+template <typename T>
+void store_panels(const Weight& from, Range panels, T* to) {
+    constexpr int64_t PART = 64;  // inputs at a time, whose part of a panel stays in the cache
+    for (int64_t panel = panels.first; panel < panels.end; panel++)
+        for (int64_t k = 0; k < from.inputs; k += PART) {
+            const int64_t depth = std::min(PART, from.inputs - k);
+            const int64_t columns = std::min(PANEL, from.outputs - panel * PANEL);
+            T part[PANEL][PART];
+            for (int64_t j = 0; j < columns; j++) {
+                const float* w = from.w + (panel * PANEL + j) * from.next_output + k * from.next_input;
+                for (int64_t i = 0; i < depth; i++) part[j][i] = stored_as(w[i * from.next_input], (T*)nullptr);
+            }
+            T* at = to + (panel * from.inputs + k) * PANEL;
+            for (int64_t i = 0; i < depth; i++)
+                for (int64_t j = 0; j < columns; j++) at[i * PANEL + j] = part[j][i];
+        }
+}
+
+#if defined(HAS_TILES)
+// Stores a weight by tiles: the pairs of tiles that `panels` contain.
+void store_tiles(const Weight& from, Range panels, Half* to) {
+    const int64_t steps = (from.inputs + DEEP - 1) / DEEP;
+    for (int64_t j = panels.first * PANEL; j < std::min(panels.end * PANEL, from.outputs); j++)
+        for (int64_t k = 0; k < from.inputs; k++) {
+            Half* tile = to + ((j / WIDE * steps + k / DEEP) * WIDE / TILE + j % WIDE / TILE) * TILE * DEEP;
+            const float x = from.w[j * from.next_output + k * from.next_input];
+            tile[(k % DEEP / 2 * TILE + j % TILE) * 2 + k % 2] = stored_as(x, (Half*)nullptr);
+        }
+}
+#endif
 
 // c[rows, r] += a[rows, inputs] * w[inputs, r] for the columns r.
 void add_product(int64_t stored, int64_t rows, const float* a, int64_t lda, const void* w, int64_t inputs, Range r,
@@ -601,6 +662,21 @@ int64_t realign_has_tiles() {
 #else
     return 0;
 #endif
+}
+
+// Stores a weight as `stored` says. Outputs and inputs that only fill panels or tiles up are left as they are.
+void realign_store(const float* w, int64_t next_output, int64_t next_input, int64_t inputs, int64_t outputs, void* to,
+                   int64_t stored, int64_t threads) {
+    const Weight from{w, next_output, next_input, inputs, outputs};
+    Team team(threads);
+    team.run([&](int64_t me) {
+        const Range panels = team.part(me, (outputs + PANEL - 1) / PANEL);
+        if (stored == FLOAT) return store_panels(from, panels, static_cast<float*>(to));
+#if defined(HAS_TILES)
+        if (stored == TILES) return store_tiles(from, panels, static_cast<Half*>(to));
+#endif
+        store_panels(from, panels, static_cast<Half*>(to));
+    });
 }
 
 // c[rows, columns] = a[rows, inputs] * w[inputs, columns]

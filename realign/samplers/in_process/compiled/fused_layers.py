@@ -9,10 +9,10 @@ Shapes: N tokens, Hq query heads, Hk key-value heads, D head size, K inputs of a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -24,19 +24,61 @@ from realign.models.network.kernels import AttentionArgs, paged_kernel_works
 from realign.models.network.kv_cache import DecodeContext, PagedDecodeContext
 
 
+class AnyLinear(Protocol):
+    """Linear layer, however its weight is stored."""
+
+    @property
+    def shape(self) -> Sequence[int]:
+        """Numbers of outputs and of inputs K."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of what it returns."""
+        ...
+
+    @property
+    def bias(self) -> Tensor | None:
+        """Bias [outputs], if there is one."""
+        ...
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the linear layer applied to `x` [..., K]."""
+        ...
+
+    def add_to(self, x: Tensor, h: Tensor) -> Tensor:
+        """Add the linear layer applied to `h` to `x` in place."""
+        ...
+
+
 class Linear(NamedTuple):
-    """Linear layer."""
+    """Linear layer of torch."""
 
     weight: Tensor
     """[outputs, K]."""
     bias: Tensor | None
 
+    @classmethod
+    def of(cls, weight: Tensor, bias: Tensor | None) -> Linear:
+        """Return the layer with the weight stored for few rows."""
+        return cls(for_few_rows(weight), bias)
+
+    @property
+    def shape(self) -> Sequence[int]:
+        """See `AnyLinear`."""
+        return self.weight.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """See `AnyLinear`."""
+        return self.weight.dtype
+
     def __call__(self, x: Tensor) -> Tensor:
-        """Return the linear layer applied to `x` [..., K]."""
+        """See `AnyLinear`."""
         return F.linear(x.to(self.weight.dtype), self.weight, self.bias)
 
     def add_to(self, x: Tensor, h: Tensor) -> Tensor:
-        """Add the linear layer applied to `h` to `x` in place."""
+        """See `AnyLinear`."""
         if self.bias is None and x.dtype == self.weight.dtype:
             return x.addmm_(h, self.weight.t())
         if self.bias is None and _adds_in_fp32(x.device, self.weight.dtype):
@@ -101,18 +143,18 @@ class FusedLayer(NamedTuple):
     """One decoder layer."""
 
     attention_norm: RMSNorm
-    qkv: Linear
+    qkv: AnyLinear
     """Joined projection to queries, keys and values, head by head."""
     heads: tuple[int, int, int]
     """Numbers of query, key and value heads."""
     qk_norm: RMSNorm | None
     """Norm of each query and key, [Hq + Hk, D]."""
     args: AttentionArgs
-    output: Linear
+    output: AnyLinear
     mlp_norm: RMSNorm
-    gate_up: Linear
+    gate_up: AnyLinear
     activation: Callable[[Tensor], Tensor]
-    down: Linear
+    down: AnyLinear
     module: nn.Module
     added_norms: tuple[RMSNorm, RMSNorm] | None = None
     """Norms of what attention and MLP add to the residual stream (Gemma 3)."""
@@ -126,7 +168,7 @@ class FusedLayer(NamedTuple):
         gate, up = self.gate_up(self.mlp_norm(x_NH)).chunk(2, -1)
         self._add(self.down, self.activation(gate).mul_(up), x_NH, 1)
 
-    def _add(self, linear: Linear, h: Tensor, x_NH: Tensor, which: int) -> None:
+    def _add(self, linear: AnyLinear, h: Tensor, x_NH: Tensor, which: int) -> None:
         if self.added_norms is None:
             linear.add_to(x_NH, h)
         else:
@@ -150,7 +192,7 @@ class FusedTrunk:
     @property
     def runs_paged(self) -> bool:
         """Whether a kernel of the device attends to keys and values in pages, for all layers."""
-        dtype, device = self.layers[0].qkv.weight.dtype, self.embedding.device
+        dtype, device = self.layers[0].qkv.dtype, self.embedding.device
         sizes = {(*layer.heads, 2 * self.turns.shape[-1]) for layer in self.layers}
         return all(
             keys == values and paged_kernel_works(device, dtype, (queries, keys, size), args)

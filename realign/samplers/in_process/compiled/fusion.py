@@ -23,7 +23,7 @@ from typing_extensions import override
 from realign.errors import ConfigError
 from realign.functional.logprobs import no_autocast
 from realign.functional.packed import cu_seqlens_of, position_ids
-from realign.functional.rounding import active_rounding
+from realign.functional.rounding import active_rounding, no_rounding
 from realign.models.device import free_bytes
 from realign.models.network.attention import PackedContext
 from realign.models.network.decode_graphs import why_no_graphs
@@ -32,11 +32,11 @@ from realign.models.network.kernels import AttentionArgs
 from realign.models.network.kv_cache import DecodeContext, KVCache, PrefillContext
 from realign.models.network.trains import ADAPTER
 from realign.samplers.in_process.compiled.fused_layers import (
+    AnyLinear,
     FusedLayer,
     FusedTrunk,
     Linear,
     RMSNorm,
-    for_few_rows,
     gelu_tanh,
 )
 from realign.samplers.in_process.compiled.library import CompiledDecode, LibraryError, load_library
@@ -78,6 +78,9 @@ class DecodePath(StrEnum):
     graphs = "graphs"
     """`FusedTrunk`, with CUDA graphs."""
 
+
+_MakeLinear: TypeAlias = Callable[[Tensor, Tensor | None], AnyLinear]
+"""Returns a linear layer with a weight [outputs, K] and a bias."""
 
 _GatherLayer: TypeAlias = Callable[[nn.Module], AbstractContextManager[object]]
 """Lends a layer its weights for the time of the context."""
@@ -175,7 +178,7 @@ class Fusion:
         if not gatherer.on_all_ranks(_knows(self._compare)):
             return False
         assert self._args is not None
-        self._joined = list(_read_layers(self._model, self._args, dtype, gatherer.gather_layer))
+        self._joined = list(_read_layers(self._model, self._args, dtype, Linear.of, gatherer.gather_layer))
         return True
 
     def forget(self) -> None:
@@ -190,6 +193,7 @@ class Fusion:
             length: number of positions to support.
             dtype: dtype of matrix products.
         """
+        rounded = active_rounding() is not None and not _has_adapters(self._model)
         try:
             layers = self._joined
             if layers is None:
@@ -199,11 +203,12 @@ class Fusion:
                     raise _Unknown("the memory of some rank did not suffice to join the layers")
                 self._compare()
                 assert self._args is not None
-                layers = list(_read_layers(self._model, self._args, dtype))
+                store = self.path.store if rounded else None
+                with nullcontext() if store is None else no_rounding():  # which rounds the weights itself
+                    layers = list(_read_layers(self._model, self._args, dtype, store or Linear.of))
             base = self._model.base_model
             turns = _rotations(self._model, length)
             embedding = base.embed_tokens.weight.detach()
-            rounded = active_rounding() is not None and not _has_adapters(self._model)
             fused = FusedTrunk(embedding, layers, _norm(base.norm), turns, rounded, _scale(base))
             trunk = self.path.fastest(fused)
             self.obstacle = None
@@ -233,6 +238,8 @@ class _DecodeChoice:
         self.resumed: str | None = None
         """The `DecodePath` of the checkpoint from which the run resumed, until the first rollout."""
         self._model = model
+        self.store: _MakeLinear | None = None
+        """Stores a linear layer as the library reads it, rounded; None if rollouts need its weights in torch too."""
         self._difference: float | None = None
         """Difference of the library from torch, measured once; training changes its digits, not its size."""
         self._logged: str | None = None
@@ -281,11 +288,12 @@ class _DecodeChoice:
             raise ValueError(str(library))
         compiled = CompiledTrunk(trunk, library)
         if self._difference is None:
-            self._difference = compiled.difference()
+            self._difference = compiled.difference(trunk)
         if not self._difference <= TOLERANCE:
             raise ValueError(
                 f"hidden states of the compiled library differ by {self._difference:.1e} (relative) from torch"
             )
+        self.store = compiled.store if compiled.stores_all else None
         return compiled
 
     def record(self, path: DecodePath, reason: str) -> None:
@@ -399,7 +407,7 @@ def _prefill_and_decode(
     steps = [given_T, *(ends - _PROBE_STEPS + step for step in range(_PROBE_STEPS))]
     base = model.base_model
     hidden = [F.embedding(ids_T[at], base.embed_tokens.weight) * _scale(base) for at in steps]
-    for i, layer in enumerate(_read_layers(model, args, torch.float32, gather_layer)):
+    for i, layer in enumerate(_read_layers(model, args, torch.float32, Linear.of, gather_layer)):
         prefill = PrefillContext(cu_seqlens_of(prompts).to(device), lengths=prompts)
         layer.add_to(hidden[0], i, turns[:, positions_T[given_T]], prefill)
         read = list(prefill.per_sequence())
@@ -512,7 +520,11 @@ def _order(model: Any) -> Tensor:
 
 
 def _read_layers(
-    model: Any, args: list[AttentionArgs], dtype: torch.dtype, gather_layer: _GatherLayer | None = None
+    model: Any,
+    args: list[AttentionArgs],
+    dtype: torch.dtype,
+    linear: _MakeLinear,
+    gather_layer: _GatherLayer | None = None,
 ) -> Iterator[FusedLayer]:
     """Yield a fused copy of each layer, which has its weights only in the context of `gather_layer`.
 
@@ -525,7 +537,7 @@ def _read_layers(
     order_D, kinds = _order(model), _kinds(model)
     for i, (layer, own) in enumerate(zip(base.layers, args, strict=True)):
         with nullcontext() if gather_layer is None else gather_layer(layer):
-            fused = _read_layer(layer, own, order_D, dtype)
+            fused = _read_layer(layer, own, order_D, dtype, linear)
         yield fused._replace(rotation=kinds.index(model.config.layer_types[i]) if kinds else 0)
 
 
@@ -545,7 +557,12 @@ def copies_limit(device: torch.device) -> int:
     return free_bytes(device) // 2 if device.type == "cuda" else CPU_BYTES
 
 
-def _read_layer(layer: Any, args: AttentionArgs, order_D: Tensor, dtype: torch.dtype) -> FusedLayer:
+def _read_layer(
+    layer: Any, args: AttentionArgs, order_D: Tensor, dtype: torch.dtype, linear: _MakeLinear
+) -> FusedLayer:
+    def made(weight: Tensor, bias: Tensor | None) -> AnyLinear:
+        return linear(weight.detach().to(dtype), None if bias is None else bias.detach().to(dtype))
+
     attention, mlp = layer.self_attn, layer.mlp
     size = len(order_D)
     if hasattr(attention, "qkv_proj"):
@@ -577,15 +594,15 @@ def _read_layer(layer: Any, args: AttentionArgs, order_D: Tensor, dtype: torch.d
     sandwiched = _has_added_norms(layer)
     return FusedLayer(
         attention_norm=_norm(layer.input_layernorm),
-        qkv=_linear(joined, biases, dtype),
+        qkv=made(joined, biases),
         heads=(queries, keys, keys),
         qk_norm=qk_norm,
         args=args,
-        output=_linear(_weight(attention.o_proj), attention.o_proj.bias, dtype),
+        output=made(_weight(attention.o_proj), attention.o_proj.bias),
         mlp_norm=_norm(layer.pre_feedforward_layernorm if sandwiched else layer.post_attention_layernorm),
-        gate_up=_linear(_cat([_weight(p) for p in inner]), _biases(*inner), dtype),
+        gate_up=made(_cat([_weight(p) for p in inner]), _biases(*inner)),
         activation=activation,
-        down=_linear(_weight(mlp.down_proj), mlp.down_proj.bias, dtype),
+        down=made(_weight(mlp.down_proj), mlp.down_proj.bias),
         module=attention,
         added_norms=(_norm(layer.post_attention_layernorm), _norm(layer.post_feedforward_layernorm))
         if sandwiched
@@ -600,10 +617,6 @@ def _norm(module: Any) -> RMSNorm:
 def _scale_and_eps(norm: Any) -> tuple[Tensor, float]:
     """Return by what a norm multiplies, and its eps. Those of Gemma have `eps`, and their weights start at 0."""
     return (1 + norm.weight, norm.eps) if hasattr(norm, "eps") else (norm.weight, norm.variance_epsilon)
-
-
-def _linear(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Linear:
-    return Linear(for_few_rows(weight.detach().to(dtype)), None if bias is None else bias.detach().to(dtype))
 
 
 def _weight(linear: Any) -> Tensor:

@@ -161,10 +161,11 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     """Declare the argument types of the functions in `decode_step.cpp`."""
     pointer, count = ctypes.c_void_p, ctypes.c_int64
     library.realign_decode.argtypes = [pointer, count, count, count, pointer, pointer, pointer, pointer, count]
+    library.realign_store.argtypes = [pointer, count, count, count, count, pointer, count, count]
     library.realign_product.argtypes = [count, pointer, pointer, count, count, pointer, count, count]
     library.realign_logprobs.argtypes = [count, pointer, count, pointer, pointer, pointer]
-    for procedure in (library.realign_decode, library.realign_product, library.realign_logprobs):
-        procedure.restype = None
+    for name in ("decode", "store", "product", "logprobs"):
+        getattr(library, f"realign_{name}").restype = None
     for question in (library.realign_has_tiles, library.realign_has_wider_vectors):
         question.argtypes, question.restype = [], count
     library.realign_scratch.argtypes, library.realign_scratch.restype = [pointer, count, count], count

@@ -9,11 +9,13 @@ Shapes: B rows being decoded, H hidden size.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 from ctypes import c_float, c_int64, c_void_p
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +27,7 @@ from realign.functional.packed import cu_seqlens_of, position_ids
 from realign.functional.rounding import MultiplyBy
 from realign.models.network.attention import AttentionContext
 from realign.models.network.kv_cache import DecodeContext, KeyValues, KVCache, PrefillContext
-from realign.samplers.in_process.compiled.fused_layers import FusedLayer, FusedTrunk, Linear, gelu_tanh
+from realign.samplers.in_process.compiled.fused_layers import FusedLayer, FusedTrunk, gelu_tanh
 from realign.samplers.in_process.compiled.library import LibraryError, load_library
 
 _LARGE_PRODUCT = 2**27
@@ -74,18 +76,16 @@ class StoredWeight(NamedTuple):
 
     @classmethod
     def of(cls, weight_MK: Tensor, library: ctypes.CDLL, form: Form) -> StoredWeight:
-        """Return a weight's current values."""
-        weight_MK = weight_MK.detach()
+        """Return a weight's current values, in bf16 rounded to it."""
+        weight_MK = weight_MK.detach().float()
         outputs, inputs = weight_MK.shape
-        values = (weight_MK if form is Form.floats else weight_MK.to(torch.bfloat16)).t()
-        missing = (-inputs % _TILES, -outputs % _TILES) if form is Form.tiles else (0, -outputs % _PANEL)
-        if any(missing):  # `pad` always copies
-            values = F.pad(values, (0, missing[1], 0, missing[0]))
-        if form is Form.tiles:
-            values = values.unflatten(0, (-1, 16, 2)).unflatten(3, (-1, 2, 16)).permute(3, 0, 4, 1, 5, 2)
-        else:
-            values = values.unflatten(1, (-1, _PANEL)).transpose(0, 1)
-        return cls(values.contiguous(), form, (inputs, outputs), library)
+        multiples = (_TILES, _TILES) if form is Form.tiles else (_PANEL, 1)
+        size = math.prod(-(-n // multiple) * multiple for n, multiple in zip(weight_MK.shape, multiples, strict=True))
+        make = torch.empty if size == weight_MK.numel() else torch.zeros
+        values = make(size, dtype=torch.float32 if form is Form.floats else torch.bfloat16)
+        place = weight_MK.data_ptr(), *weight_MK.stride(), inputs, outputs
+        library.realign_store(*place, values.data_ptr(), form, torch.get_num_threads())
+        return cls(values, form, (inputs, outputs), library)
 
     def product(self, x_NK: Tensor, threads: int) -> Tensor:
         """Return the product [N, M] of rows with the weight, whose columns the threads divide."""
@@ -95,17 +95,45 @@ class StoredWeight(NamedTuple):
         return y_NM
 
 
+@dataclass(frozen=True, eq=False)
+class StoredLinear:
+    """Linear layer whose products run in the library."""
+
+    stored: StoredWeight
+    bias: Tensor | None
+    dtype: torch.dtype = torch.float32
+
+    @classmethod
+    def of(cls, library: ctypes.CDLL, form: Form, weight: Tensor, bias: Tensor | None) -> StoredLinear:
+        """Return the layer with the current values of a weight [outputs, K]."""
+        return cls(StoredWeight.of(weight, library, form), bias)
+
+    @property
+    def shape(self) -> Sequence[int]:
+        """See `AnyLinear`."""
+        return self.stored.shape[::-1]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """See `AnyLinear`."""
+        y_NM = self.stored.product(x.reshape(-1, x.shape[-1]), torch.get_num_threads())
+        return (y_NM if self.bias is None else y_NM.add_(self.bias)).view(*x.shape[:-1], -1)
+
+    def add_to(self, x: Tensor, h: Tensor) -> Tensor:
+        """See `AnyLinear`."""
+        return x.add_(self(h))
+
+
+def multiplies_faster(library: ctypes.CDLL) -> bool:
+    """Return whether the library multiplies by weights in bf16 faster than torch does in fp32, for any rows."""
+    return bool(library.realign_has_tiles() or library.realign_has_wider_vectors())
+
+
 def library_products() -> MultiplyBy | None:
     """Return what multiplies by a weight in bf16; None if this CPU or this process can't do it faster than torch."""
     library = load_library()
-    if isinstance(library, LibraryError) or not (library.realign_has_tiles() or library.realign_has_wider_vectors()):
+    if isinstance(library, LibraryError) or not multiplies_faster(library):
         return None
-
-    def multiply_by(weight_MK: Tensor) -> Callable[[Tensor], Tensor]:
-        stored = StoredWeight.of(weight_MK, library, Form.of_rounded(library))
-        return lambda x_NK: stored.product(x_NK, torch.get_num_threads())
-
-    return multiply_by
+    return lambda weight_MK: StoredLinear.of(library, Form.of_rounded(library), weight_MK, None)
 
 
 class _Layer(ctypes.Structure):
@@ -141,18 +169,31 @@ class CompiledTrunk:
         self.fused = fused
         self.library = library
         self._hidden = fused.embedding.shape[1]
-        matrices = [x.weight.numel() for layer in fused.layers for x in _linears(layer)]
+        linears = [_linears(layer) for layer in fused.layers]
+        matrices = [math.prod(x.shape) for four in linears for x in four]
         self._mean_weights = sum(matrices) / len(matrices)
         # kept, since the library has only pointers
         self._embedding, self._turns = fused.embedding.contiguous(), torch.view_as_real(fused.turns).contiguous()
         self._numbered = list(enumerate(fused.layers))
         form = Form.of_rounded(library) if fused.rounded else Form.floats
-        if form is Form.tiles and any(len(layer.down.weight.t()) % _TILES for layer in fused.layers):
+        if form is Form.tiles and any(layer.down.shape[1] % _TILES for layer in fused.layers):
             form = Form.halves  # a tile would have columns of the gate and of what it multiplies
-        self._stored = [[StoredWeight.of(x.weight, library, form) for x in _linears(layer)] for layer in fused.layers]
+        self.store = partial(StoredLinear.of, library, form)
+        """Returns a linear layer as this trunk has it."""
+        self._linears = [
+            [x if isinstance(x, StoredLinear) else self.store(x.weight, x.bias) for x in four] for four in linears
+        ]
+        self.stores_all = fused.rounded and multiplies_faster(library)
+        """Whether prefill runs the library's products too, so that no other copy of the weights is needed."""
+        if self.stores_all:
+            layers = [
+                layer._replace(qkv=qkv, output=output, gate_up=gate_up, down=down)
+                for layer, (qkv, output, gate_up, down) in zip(fused.layers, self._linears, strict=True)
+            ]
+            self.fused = replace(fused, layers=layers)
         made = [
-            _layer(layer, stored, self._turns[layer.rotation].data_ptr())
-            for layer, stored in zip(fused.layers, self._stored, strict=True)
+            _layer(layer, four, self._turns[layer.rotation].data_ptr())
+            for layer, four in zip(fused.layers, self._linears, strict=True)
         ]
         self._layers = (_Layer * len(made))(*made)
         self._trunk = _Trunk(
@@ -179,7 +220,7 @@ class CompiledTrunk:
 
     def computes(self, rows: int, threads: int) -> bool:
         """Return whether the library computes a decode step; torch computes those for which it is faster."""
-        return self._trunk.stored == Form.tiles or rows * self._mean_weights <= threads * _LARGE_PRODUCT
+        return self.stores_all or rows * self._mean_weights <= threads * _LARGE_PRODUCT
 
     def decode(self, ids_B: Tensor, positions_B: Tensor, cache: KVCache, threads: int = 1) -> Tensor:
         """Return the last hidden states [B, H] of one token per row, and write its keys and values to the cache.
@@ -257,25 +298,25 @@ class CompiledTrunk:
             first += count
         return x_RH, {i: (keys[slot], values[slot]) for i, (keys, values) in kv.items()}
 
-    def difference(self) -> float:
-        """Return the largest difference from the fused trunk in a decode step, relative to the largest hidden state.
+    def difference(self, fused: FusedTrunk) -> float:
+        """Return the largest difference from a fused trunk in a decode step, relative to the largest hidden state.
 
-        The rows continue random tokens whose keys and values the fused trunk computed. Arbitrary keys and values would
+        The rows continue random tokens whose keys and values that trunk computed. Arbitrary keys and values would
         lead a trained model to hidden states that no text produces, where it amplifies rounding a hundredfold.
         """
         generator = torch.Generator().manual_seed(0)
-        words, length = len(self.fused.embedding), min(self.fused.turns.shape[1], _PROBE_LENGTH)
+        words, length = len(fused.embedding), min(fused.turns.shape[1], _PROBE_LENGTH)
         positions_B = torch.randint(length, (_PROBE_ROWS,), generator=generator)
         ids_B = torch.randint(words, (_PROBE_ROWS,), generator=generator)
         before = positions_B.clamp(min=1).tolist()  # a prefill of no tokens is not supported
         cu_seqlens = cu_seqlens_of(before)
         context = PrefillContext(cu_seqlens, lengths=before)
-        self.fused(torch.randint(words, (sum(before),), generator=generator), position_ids(cu_seqlens), context)
+        fused(torch.randint(words, (sum(before),), generator=generator), position_ids(cu_seqlens), context)
         rows = list(context.per_sequence())
         cache = KVCache(rows[0], _PROBE_ROWS, length)
         for row, kv in enumerate(rows):
             cache.fill(row, row + 1, kv)
-        want_BH = self.fused(ids_B, positions_B, DecodeContext(cache, positions_B, length - 1))
+        want_BH = fused(ids_B, positions_B, DecodeContext(cache, positions_B, length - 1))
         got_BH = self.decode(ids_B, positions_B, cache)
         return float((got_BH - want_BH).abs().max() / want_BH.abs().max())
 
@@ -295,7 +336,7 @@ def check_supported(fused: FusedTrunk) -> None:
     """
     if fused.embedding.device.type != "cpu":
         raise ValueError(f"the model is on {fused.embedding.device.type}")
-    if any(layer.qkv.weight.dtype != torch.float32 for layer in fused.layers):
+    if any(layer.qkv.dtype != torch.float32 for layer in fused.layers):
         raise ValueError("matrix products are not in float32")
     for layer in fused.layers:
         if layer.activation not in (F.silu, gelu_tanh):
@@ -307,15 +348,14 @@ def check_supported(fused: FusedTrunk) -> None:
             raise ValueError("query heads are not a multiple of the key heads")
 
 
-def _linears(layer: FusedLayer) -> tuple[Linear, ...]:
-    return layer.qkv, layer.output, layer.gate_up, layer.down
+def _linears(layer: FusedLayer) -> list[Any]:
+    return [layer.qkv, layer.output, layer.gate_up, layer.down]
 
 
-def _layer(layer: FusedLayer, stored: Sequence[StoredWeight], turns: int) -> _Layer:
+def _layer(layer: FusedLayer, linears: Sequence[StoredLinear], turns: int) -> _Layer:
     norm, added = layer.qk_norm, layer.added_norms or (None, None)
     qkv, output, gate_up, down = (
-        (weight.values.data_ptr(), None if linear.bias is None else linear.bias.data_ptr())
-        for weight, linear in zip(stored, _linears(layer), strict=True)
+        (x.stored.values.data_ptr(), None if x.bias is None else x.bias.data_ptr()) for x in linears
     )
     return _Layer(
         layer.attention_norm.weight.data_ptr(),
@@ -332,7 +372,7 @@ def _layer(layer: FusedLayer, stored: Sequence[StoredWeight], turns: int) -> _La
         layer.heads[0],
         layer.heads[1],
         layer.args.sliding_window or 0,
-        len(layer.gate_up.weight) // 2,
+        layer.gate_up.shape[0] // 2,
         layer.activation is gelu_tanh,
         float(layer.attention_norm.floor),
         0.0 if norm is None else float(norm.floor),

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,10 +22,10 @@ from realign.models import Lora
 from realign.models.network.kv_cache import DecodeContext, KVCache
 from realign.samplers.in_process.compiled import fusion as fusion_module
 from realign.samplers.in_process.compiled import trunk as trunk_module
-from realign.samplers.in_process.compiled.fused_layers import FusedTrunk
+from realign.samplers.in_process.compiled.fused_layers import FusedTrunk, Linear
 from realign.samplers.in_process.compiled.fusion import DecodePath, Fusion
 from realign.samplers.in_process.compiled.library import CompiledDecode, LibraryError, load_library
-from realign.samplers.in_process.compiled.trunk import CompiledTrunk, Form, StoredWeight, library_products
+from realign.samplers.in_process.compiled.trunk import CompiledTrunk, Form, StoredLinear, StoredWeight, library_products
 from realign.samplers.in_process.settings import InProcessSampling
 from tests.samplers.in_process.compiled.native import KNOWN, adapted_model, close, requires_compiler, rollout
 from tests.samplers.in_process.rollouts import prompts, responses, same, sample_of
@@ -51,14 +52,18 @@ def rounds(half):
     return rounding(RoundedWeights()) if half else nullcontext()
 
 
-def compiled(model, length=LENGTH, half=False):
-    library = load_library()
-    assert isinstance(library, ctypes.CDLL), library
+def in_torch(model, half=False):
     with rounds(half):
-        trunk = Fusion(model, CompiledDecode.off).trunk(length, torch.float32)
+        trunk = Fusion(model, CompiledDecode.off).trunk(LENGTH, torch.float32)
     assert isinstance(trunk, FusedTrunk)
     assert trunk.rounded == half
-    return CompiledTrunk(trunk, library)
+    return trunk
+
+
+def compiled(fused):
+    library = load_library()
+    assert isinstance(library, ctypes.CDLL), library
+    return CompiledTrunk(fused, library)
 
 
 def random_step(trunk, rows, seed=0, length=LENGTH):
@@ -93,14 +98,62 @@ def test_a_step_matches_torch_for_any_shape_and_number_of_rows(family, shape, ro
         model = tiny_model(family, **shape)
         for x in model.parameters():  # biases of 0 and norms of 1 would hide errors
             x.add_(0.1 * torch.randn(x.shape, generator=torch.Generator().manual_seed(rows)))
-        trunk = compiled(model, half=half)
+        fused = in_torch(model, half)
+        trunk = compiled(fused)
         ids, positions, cache = random_step(trunk, rows)
         got = trunk.decode(ids, positions, cache)
         written = [x.clone() for i in range(len(trunk.fused.layers)) for x in cache[i]]
-        want = trunk.fused(ids, positions, DecodeContext(cache, positions, LENGTH - 1))
+        want = fused(ids, positions, DecodeContext(cache, positions, LENGTH - 1))
         assert error(got, want) <= close(half)
         for ours, theirs in zip(written, (x for i in range(len(trunk.fused.layers)) for x in cache[i]), strict=True):
             assert torch.allclose(ours, theirs, rtol=close(half), atol=close(half))
+
+
+@requires_compiler
+@given(
+    form=st.sampled_from([Form.floats, Form.halves]),
+    inputs=st.integers(1, 150),
+    outputs=st.integers(1, 150),
+    turned=st.booleans(),
+    threads=st.integers(1, 3),
+)
+def test_a_weight_is_stored_by_panels_and_rounded_as_torch_rounds(form, inputs, outputs, turned, threads):
+    library = load_library()
+    assert isinstance(library, ctypes.CDLL)
+    weight = torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(inputs))
+    odd = torch.tensor([torch.nan, -torch.nan, torch.inf, -torch.inf, 3.4e38, 1 + 2**-8, 1 + 3 * 2**-8, -0.0, 1e-40])
+    weight.view(-1)[: len(odd)] = odd[: weight.numel()]
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        stored = StoredWeight.of(weight.t().contiguous().t() if turned else weight, library, form)
+    finally:
+        torch.set_num_threads(before)
+    values = (weight if form is Form.floats else weight.to(torch.bfloat16)).t()
+    want = F.pad(values, (0, -outputs % 64)).unflatten(1, (-1, 64)).transpose(0, 1).flatten()
+    assert torch.equal(stored.values.isnan(), want.isnan())
+    assert torch.equal(stored.values.nan_to_num(), want.nan_to_num())
+
+
+@requires_compiler
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen2"])
+def test_only_the_library_has_the_weights_if_it_multiplies_faster(monkeypatch, family):
+    monkeypatch.setattr(trunk_module, "multiplies_faster", lambda _: True)
+    model = tiny_model(family)
+    ours, torchs = Fusion(model, CompiledDecode.on), Fusion(model, CompiledDecode.off)
+    with rounding(RoundedWeights()):
+        first, second, want = (rollout(model, x) for x in (ours, ours, torchs))  # the second reads no weights in torch
+        trunk = ours.trunk(LENGTH, torch.float32)
+    assert isinstance(trunk, CompiledTrunk)
+    assert all(
+        isinstance(x, StoredLinear)
+        for layer in trunk.fused.layers
+        for x in (layer.qkv, layer.output, layer.gate_up, layer.down)
+    )
+    assert responses(first) == responses(second) == responses(want)
+    assert torch.equal(first["logprobs"], second["logprobs"])
+    assert torch.allclose(first["logprobs"], want["logprobs"], atol=1e-5)
+    assert isinstance(ours.trunk(LENGTH, torch.float32).fused.layers[0].qkv, Linear)  # without rounding: as before
 
 
 @requires_compiler
@@ -189,7 +242,7 @@ def difference_from_trainer(engine, batch):
 @pytest.mark.parametrize("half", [False, True])
 @torch.no_grad()
 def test_a_rows_result_depends_neither_on_other_rows_nor_on_threads(half):
-    trunk = compiled(tiny_model("qwen2"), half=half)
+    trunk = compiled(in_torch(tiny_model("qwen2"), half))
     ids, positions, cache = random_step(trunk, 19)
     together = trunk.decode(ids, positions, cache)
     for threads in (2, 3):
@@ -201,7 +254,7 @@ def test_a_rows_result_depends_neither_on_other_rows_nor_on_threads(half):
 @requires_compiler
 @torch.no_grad()
 def test_a_step_runs_with_the_threads_that_the_system_gives():
-    trunk = compiled(tiny_model("qwen2"))
+    trunk = compiled(in_torch(tiny_model("qwen2")))
     ids, positions, cache = random_step(trunk, 19)
     want, (soft, hard) = trunk.decode(ids, positions, cache), resource.getrlimit(resource.RLIMIT_AS)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
@@ -241,7 +294,7 @@ def test_other_precisions_and_activations_run_in_torch():
 @requires_compiler
 def test_a_library_that_computes_something_else_is_not_used_and_the_log_says_why_once(monkeypatch, caplog):
     measured = iter([0.01, 0.02])
-    monkeypatch.setattr(CompiledTrunk, "difference", lambda _: next(measured))
+    monkeypatch.setattr(CompiledTrunk, "difference", lambda *_: next(measured))
     fusion = Fusion(tiny_model("qwen2"))
     with caplog.at_level(logging.INFO, logger=fusion_module.__name__):
         for _ in range(3):
