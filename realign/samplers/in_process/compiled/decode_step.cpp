@@ -96,25 +96,13 @@ inline Vec multiply_add(Vec a, Vec b, Vec c) {
 #endif
 }
 
-// The sum of N floats, by halves, which stay in registers.
-template <int N>
-struct Halved {
-    typedef float Floats __attribute__((vector_size(N * sizeof(float))));
-    static float sum(Floats v) {
-        typename Halved<N / 2>::Floats low, high;
-        std::memcpy(&low, &v, sizeof low);
-        std::memcpy(&high, reinterpret_cast<const char*>(&v) + sizeof low, sizeof high);
-        return Halved<N / 2>::sum(low + high);
-    }
-};
-
-template <>
-struct Halved<1> {
-    typedef float Floats;
-    static float sum(float x) { return x; }
-};
-
-inline float sum(Vec v) { return Halved<LANES>::sum(v); }
+inline float sum(Vec v) {
+    float x[LANES];
+    std::memcpy(x, &v, sizeof v);
+    for (int step = LANES / 2; step > 0; step /= 2)
+        for (int i = 0; i < step; i++) x[i] += x[i + step];
+    return x[0];
+}
 
 inline Vec select(IVec where, Vec a, Vec b) { return (Vec)((where & (IVec)a) | (~where & (IVec)b)); }
 

@@ -116,7 +116,7 @@ class StoredLinear:
     def __call__(self, x: Tensor) -> Tensor:
         """See `AnyLinear`."""
         y_NM = self.stored.product(x.reshape(-1, x.shape[-1]), torch.get_num_threads())
-        return (y_NM if self.bias is None else y_NM.add_(self.bias)).view(*x.shape[:-1], -1)
+        return (y_NM if self.bias is None else y_NM.add_(self.bias)).view(*x.shape[:-1], self.shape[0])
 
     def add_to(self, x: Tensor, h: Tensor) -> Tensor:
         """See `AnyLinear`."""
