@@ -63,10 +63,15 @@ inline Vec load(const float* p) {
 }
 
 inline Vec load(const Half* p) {
+#if defined(__AVX512F__)
+    const __m256i h = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    return (Vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16);
+#else
     typedef uint16_t Halves __attribute__((vector_size(LANES * sizeof(uint16_t))));
     Halves h;
     std::memcpy(&h, p, sizeof h);
     return (Vec)(__builtin_convertvector(h, IVec) << 16);
+#endif
 }
 
 inline float value(float x) { return x; }
