@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -31,9 +31,21 @@ from realign.interfaces.rule_reward import RuleRewardInterface
 from realign.models import Score, Value
 from realign.models.device import DType
 from realign.models.network.network import Network
+from realign.models.network.passes import ParallelPasses, SharedPrompts
 from realign.runtime import Experiment
 from realign.runtime.local import LocalRuntime
+from realign.samplers.in_process.compiled.library import CompiledDecode
 from realign.samplers.in_process.decode import Rollout, RowEntry
+from realign.samplers.in_process.settings import InProcessSampling
+
+LEVERS: Mapping[str, Mapping[str, Any]] = {
+    "dtype": {"dtype": DType.float32},
+    "compiled_decode": {"sampler": InProcessSampling(compiled_decode=CompiledDecode.off)},
+    "fused_rollout": {"fused_rollout": False},
+    "shared_prompts": {"shared_prompts": SharedPrompts.off},
+    "parallel_passes": {"parallel_passes": ParallelPasses.off},
+}
+"""Optimizations that a setting turns off, and that setting of each model."""
 
 
 def score(prompt: str, response: str, row: dict[str, Any]) -> float:
@@ -65,6 +77,10 @@ class Side:
             microbatch=MicroBatchSpec(max_tokens_per_microbatch=budget),
             ratio_tolerance=1e9,  # forced end tokens do not follow the policy
             **(grpo if scenario.algorithm == "grpo" else ppo)(scenario, folder, options.get("device", "cpu")),
+        )
+        changed = LEVERS.get(options.get("without", ""), {})
+        experiment = replace(
+            experiment, models={role: replace(model, **changed) for role, model in experiment.models.items()}
         )
         self.runtime = LocalRuntime(experiment)
         self._watch()
