@@ -91,7 +91,8 @@ class MemoryModel:
         trained = (shape.trained + self._value_weights if self.optimizer is not None else 0) // shards
         lanes = self._lanes(work)
         if self.device.type == "cpu" and ranks == 1:
-            rows = most_rows(shape.parameters + shape.adapters + self._value_weights)
+            weights = shape.parameters + shape.adapters + self._value_weights
+            rows = most_rows(weights, rounded=self.rounded)
             work = replace(work, tokens=min(work.tokens, lanes * max(work.longest, rows)))
         accumulates = work.optimizer_step_tokens > work.tokens or lanes > 1
         work = replace(work, tokens=-(-work.tokens // self.context))

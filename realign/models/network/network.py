@@ -109,7 +109,8 @@ class Network(nn.Module):
         self._trained = sum(p.numel() for p in self.parameters() if p.requires_grad)
         # ranks gather the weights for each pass, and need as many passes as the others
         self._alone = self.device.type == "cpu" and not settings.divided
-        self._most_rows = most_rows(sum(p.numel() for p in self.parameters())) if self._alone else None
+        rounded, weights = abilities.rounded is not None, sum(p.numel() for p in self.parameters())
+        self._most_rows = most_rows(weights, rounded=rounded) if self._alone else None
         self.draws = self._dropout or bool(self.trains.dropouts(module))
         """Whether training passes have dropout."""
 

@@ -33,6 +33,7 @@ from realign.api.lengths import IntArray, Lengths
 from realign.api.microbatch import MicroBatches, MicroBatchSpec
 from realign.api.router_experts import experts_per_token
 from realign.api.sample import PIXELS, TOKENS, SequenceSample, on_device
+from realign.functional.rounding import multiplies_bf16
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -351,9 +352,13 @@ def most_lanes(trained: int) -> int:
     return max(1, _LANE_BYTES // (4 * max(1, trained)) - 2)
 
 
-def most_rows(weights: int) -> int:
-    """Return the number of rows beyond which a pass on a CPU only needs more memory, for a model of so many weights."""
-    return max(_SHORTEST_PASS, _PASS_PRODUCTS // max(1, weights))
+def most_rows(weights: int, *, rounded: bool = False) -> int:
+    """Return the number of rows beyond which a pass on a CPU only needs more memory, for a model of so many weights.
+
+    With rounded weights and instructions for bf16, twice as many take as long.
+    """
+    products = _PASS_PRODUCTS * (2 if rounded and multiplies_bf16() else 1)
+    return max(_SHORTEST_PASS, products // max(1, weights))
 
 
 def in_lanes(

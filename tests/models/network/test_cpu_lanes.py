@@ -14,6 +14,7 @@ from realign.api import Lengths, MicroBatchSpec, stat_values
 from realign.engines import OptimizerSpec, SharedModel, TransformersModel
 from realign.engines.shared_model import Share
 from realign.models import Causal, TopLayers, ValueHead
+from realign.models.network import passes as passes_module
 from realign.models.network.passes import (
     MIN_ROWS,
     ParallelPasses,
@@ -96,6 +97,14 @@ def test_large_models_take_shorter_passes_and_fewer_at_once():
     tiny, smollm2, billions = 200_000, 134_515_008, 1_500_000_000
     assert [most_lanes(n) for n in (0, tiny, smollm2, billions)][1:] == [3353, 2, 1]
     assert [most_rows(n) for n in (0, tiny, smollm2, billions)][1:] == [858993, 1277, 256]
+
+
+@pytest.mark.parametrize(("instructions", "rows"), [(True, 2554), (False, 1277)])
+def test_passes_have_twice_the_rows_where_products_take_half_the_time(monkeypatch, instructions, rows):
+    monkeypatch.setattr(passes_module, "multiplies_bf16", lambda: instructions)
+    assert most_rows(134_515_008, rounded=True) == rows
+    assert most_rows(134_515_008) == 1277
+    assert most_rows(1_500_000_000, rounded=True) == 256
 
 
 @pytest.mark.parametrize("lanes", [1, 2])
