@@ -78,7 +78,7 @@ class Side:
             ratio_tolerance=1e9,  # forced end tokens do not follow the policy
             **(grpo if scenario.algorithm == "grpo" else ppo)(scenario, folder, options.get("device", "cpu")),
         )
-        changed = LEVERS.get(options.get("without", ""), {})
+        changed = LEVERS[options["without"]] if options.get("without") else {}
         experiment = replace(
             experiment, models={role: replace(model, **changed) for role, model in experiment.models.items()}
         )

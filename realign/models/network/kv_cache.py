@@ -50,16 +50,16 @@ class KVCache:
 
         One block has the keys and values of all layers with the same shape, so that few operators move a row.
         """
-        alike: dict[tuple[int, int, torch.dtype], list[tuple[int, Tensor]]] = {}
+        alike: dict[tuple[int, int, torch.dtype], list[tuple[int, int]]] = {}
         for layer, kv in like.items():
-            for x in kv:
-                alike.setdefault((x.shape[0], x.shape[2], x.dtype), []).append((layer, x))
-        blocks, layers = [], dict[int, list[Tensor]]()
+            for which, x in enumerate(kv):
+                alike.setdefault((x.shape[0], x.shape[2], x.dtype), []).append((layer, which))
+        blocks, views = [], dict[tuple[int, int], Tensor]()
         for (heads, size, _), members in alike.items():
-            blocks.append(members[0][1].new_empty(len(members), self.slots, heads, self.length, size))
-            for (layer, _), x in zip(members, blocks[-1], strict=True):
-                layers.setdefault(layer, []).append(x)
-        return blocks, {layer: (kv[0], kv[1]) for layer, kv in layers.items()}
+            layer, which = members[0]
+            blocks.append(like[layer][which].new_empty(len(members), self.slots, heads, self.length, size))
+            views.update(zip(members, blocks[-1], strict=True))
+        return blocks, {layer: (views[layer, 0], views[layer, 1]) for layer in like}
 
     def __getitem__(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys [slots, Hk, length, D] and values [slots, Hk, length, Dv] of a layer."""

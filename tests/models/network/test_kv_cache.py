@@ -71,3 +71,26 @@ def test_move_copies_rows_and_fill_serves_a_whole_group():
     cache.move(torch.tensor([4]), torch.tensor([0]), 3)
     assert torch.equal(keys[0, :, :3], kv[3][0][:, :3])
     assert not keys[0, :, 3:].any()
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        [((2, 4), (2, 4)), ((2, 4), (2, 4))],
+        [((2, 4), (1, 6)), ((2, 4), (1, 6))],
+        [((2, 4), (1, 6)), ((1, 6), (2, 4))],  # one layer's keys have the shape of the other's values
+        [((1, 4), (1, 4)), ((2, 8), (2, 8)), ((1, 4), (1, 4))],
+    ],
+)
+def test_layers_of_any_shapes_keep_their_own_keys_and_values(shapes):
+    prompt = {i: tuple(torch.randn(heads, 3, size) for heads, size in kv) for i, kv in enumerate(shapes)}
+    cache = KVCache(prompt, slots=3, length=8)
+    cache.fill(2, 3, prompt)
+    cache.move([2], [0], 3)
+    for _ in range(2):
+        cache.resize(cache.slots + 1, cache.length + 2)
+        for layer, kv in prompt.items():
+            for found, x in zip(cache[layer], kv, strict=True):
+                assert found.shape == (cache.slots, len(x), cache.length, x.shape[2])
+                assert found[0, :, :3].equal(x)
+                assert found.is_contiguous()

@@ -204,7 +204,7 @@ class Fusion:
                 self._compare()
                 assert self._args is not None
                 store = self.path.store if rounded else None
-                with nullcontext() if store is None else no_rounding():  # which rounds the weights itself
+                with nullcontext() if store is None else no_rounding():  # `store` rounds them itself
                     layers = list(_read_layers(self._model, self._args, dtype, store or Linear.of))
             base = self._model.base_model
             turns = _rotations(self._model, length)

@@ -76,7 +76,7 @@ class StoredWeight(NamedTuple):
 
     @classmethod
     def of(cls, weight_MK: Tensor, library: ctypes.CDLL, form: Form) -> StoredWeight:
-        """Return a weight's current values, in bf16 rounded to it."""
+        """Return a weight's current values; a form in bf16 rounds them."""
         weight_MK = weight_MK.detach().float()
         outputs, inputs = weight_MK.shape
         multiples = (_TILES, _TILES) if form is Form.tiles else (_PANEL, 1)
@@ -162,7 +162,8 @@ class _Trunk(ctypes.Structure):
 class CompiledTrunk:
     """A `Trunk` with the weights of a `FusedTrunk`. Prefill runs the fused trunk, and decode steps run the library.
 
-    The fused trunk must have passed `check_supported`.
+    With `stores_all`, the library also multiplies in prefill, and torch needs no weights of the layers. The fused trunk
+    must have passed `check_supported`.
     """
 
     def __init__(self, fused: FusedTrunk, library: ctypes.CDLL) -> None:
@@ -174,7 +175,6 @@ class CompiledTrunk:
         self._mean_weights = sum(matrices) / len(matrices)
         # kept, since the library has only pointers
         self._embedding, self._turns = fused.embedding.contiguous(), torch.view_as_real(fused.turns).contiguous()
-        self._numbered = list(enumerate(fused.layers))
         form = Form.of_rounded(library) if fused.rounded else Form.floats
         if form is Form.tiles and any(layer.down.shape[1] % _TILES for layer in fused.layers):
             form = Form.halves  # a tile would have columns of the gate and of what it multiplies
@@ -191,6 +191,7 @@ class CompiledTrunk:
                 for layer, (qkv, output, gate_up, down) in zip(fused.layers, self._linears, strict=True)
             ]
             self.fused = replace(fused, layers=layers)
+        self._numbered = list(enumerate(self.fused.layers))
         made = [
             _layer(layer, four, self._turns[layer.rotation].data_ptr())
             for layer, four in zip(fused.layers, self._linears, strict=True)
