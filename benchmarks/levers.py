@@ -4,8 +4,8 @@
     python -m benchmarks.levers scenario=long_tail levers=shared_prompts,parallel_passes steps=5
 
 A setting turns the optimization off, so the factors cannot be multiplied: without `compiled_decode`, for instance, bf16
-products of training run in torch too. The work is that of `benchmarks.peer`: both sides are processes that take turns
-after a warm-up step, with the same prompts and response lengths.
+products of training run in torch too. The work is that of `benchmarks.peer`: both sides are processes that take turns,
+with the same prompts and response lengths.
 
 Prints a table and, as the last line, one JSON object.
 """
@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peer.process import Worker
+from benchmarks.peer.process import STEPS_OF_A_TURN, Worker, turns
 from benchmarks.peer.side_realign import LEVERS
 from benchmarks.peer.work import SCENARIOS, Scenario, write_prompts
 from benchmarks.report import arguments, facts, table
@@ -33,16 +33,14 @@ def gain(scenario: Scenario, lever: str, steps: int, threads: int) -> dict[str, 
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         scenario.save_models(folder)
-        write_prompts(scenario, steps + 1, folder / "prompts.jsonl")
-        sides = [Worker("realign", scenario, folder, steps + 1, threads, without=name) for name in ("", lever)]
-        results: list[list[dict[str, Any]]] = [[], []]
-        for number in range(1, steps + 2):
-            for i in (0, 1) if number % 2 else (1, 0):
-                results[i].append(sides[i].step(number))
-        for side in sides:
+        worked = steps * STEPS_OF_A_TURN
+        write_prompts(scenario, worked, folder / "prompts.jsonl")
+        sides = {name: Worker("realign", scenario, folder, worked, threads, without=name) for name in ("", lever)}
+        answers = list(turns(sides, steps))
+        for side in sides.values():
             side.close()
-    assert [r["lengths"] for r in results[0]] == [r["lengths"] for r in results[1]]
-    on, off = ({part: statistics.median(r[part] for r in side[1:]) for part in PARTS} for side in results)
+    assert all(answer[""]["lengths"] == answer[lever]["lengths"] for answer in answers)
+    on, off = ({part: statistics.median(a[name][part] for a in answers) for part in PARTS} for name in sides)
     return {"lever": lever, "on": on, "off": off, "ratio": {part: round(off[part] / on[part], 2) for part in PARTS}}
 
 

@@ -7,7 +7,8 @@
 
 Prints tables and, as the last line, one JSON object.
 
-The sides run in separate processes and take turns: one works while the others wait. The benchmark first tries several
+The sides run in separate processes and take turns: one works while the others wait. Each turn has an unmeasured step
+and a measured one, since steps of a run don't follow a pause. The benchmark first tries several
 micro-batch sizes and numbers of threads for TRL, and uses the fastest ones. Rollouts use one thread each. Response
 lengths are drawn beforehand and replayed by all sides. realign and TRL sample as usual, and the benchmark inserts the
 end token at the forced length. The other sides ignore end tokens and stop at the length.
@@ -28,13 +29,22 @@ from typing import Any, NamedTuple
 
 from benchmarks.peer import rollouts
 from benchmarks.peer.notes import marked, notes
-from benchmarks.peer.process import Worker
+from benchmarks.peer.process import STEPS_OF_A_TURN, Worker, turns
 from benchmarks.peer.work import SCENARIOS, Scenario, write_prompts
 from benchmarks.report import arguments, facts
 from benchmarks.report import table as columns
+from realign.functional.rounding import multiplies_bf16
 
 TRL_MICRO_BATCHES = (8, 16, 32, 64)
 DEFAULT = ["real", "long_tail", "short_tail", "long_prompts", "large_vocabulary", "many", "ppo_long_tail"]
+
+
+def possible(name: str) -> Scenario:
+    """Return a scenario, or the same one in fp32 if it is in bf16 and this CPU has no instructions for that.
+
+    Without them, a product in bf16 takes a hundred times as long as in fp32.
+    """
+    return SCENARIOS[name] if multiplies_bf16() else SCENARIOS.get(f"{name}32", SCENARIOS[name])
 
 
 class Choice(NamedTuple):
@@ -96,7 +106,7 @@ def measurements(
     micro_batches: Sequence[int] = TRL_MICRO_BATCHES,
     peak: float | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """Run both sides in alternation, one step at a time, after one warm-up step of each.
+    """Run both sides in alternation, and measure the second step of each turn.
 
     Yields the settings that were tried with TRL, then the seconds of each step, and at last the `summary`.
 
@@ -111,7 +121,8 @@ def measurements(
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         scenario.save_models(folder)
-        write_prompts(scenario, steps + 1, folder / "prompts.jsonl")
+        worked = steps * STEPS_OF_A_TURN
+        write_prompts(scenario, worked, folder / "prompts.jsonl")
         counts = sorted({1, threads}, reverse=True) if device == "cpu" else [threads]
         tried = fastest_trl(scenario, folder, counts, device, micro_batches)
         yield {"trl_tried": told(tried)}
@@ -121,19 +132,18 @@ def measurements(
             "trl": {"device": device, "per_device_train_batch_size": best.micro_batch, "bf16": best.bf16},
         }
         used = {"realign": threads, "trl": best.threads}
-        sides = {name: Worker(name, scenario, folder, steps + 1, used[name], **options[name]) for name in options}
+        sides = {name: Worker(name, scenario, folder, worked, used[name], **options[name]) for name in options}
         results: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
         peaks = [] if peak is None else [peak]
-        for number in range(1, steps + 2):
-            order = list(sides) if number % 2 else list(sides)[::-1]
-            for name in order:
-                results[name].append(sides[name].step(number))
-            yield {"step": number, "seconds": {name: round(result[-1]["wall"], 4) for name, result in results.items()}}
+        for number, answers in enumerate(turns(sides, steps), 1):
+            for name, answer in answers.items():
+                results[name].append(answer)
+            yield {"step": number, "seconds": {name: round(answer["wall"], 4) for name, answer in answers.items()}}
             if peak is None:
                 peaks.append(matrix_peak(threads, "bfloat16" if scenario.bf16 else "float32"))
         for worker in sides.values():
             worker.close()
-    yield summary(scenario, {name: r[1:] for name, r in results.items()}, max(peaks), tried)
+    yield summary(scenario, results, max(peaks), tried)
 
 
 def summary(
@@ -224,16 +234,18 @@ def main(given: Sequence[str] | None = None) -> None:
     for kind, chosen, known in (("part", parts, PARTS), ("scenario", names, SCENARIOS)):
         if wrong := [name for name in chosen if name not in known]:
             sys.exit(f"unknown {kind} {wrong[0]!r}; valid: {', '.join(known)}")
+    scenarios = [possible(name) for name in names]
+    names = [scenario.name for scenario in scenarios]
     found: dict[str, list[dict[str, Any]]] = {"scenarios": [], "rollouts": []}
-    for name in names:
+    for scenario in scenarios:
         started = time.perf_counter()
         if "steps" in parts:
             sizes = [int(size) for size in words["micro"].split(",")]
-            *_, result = measurements(SCENARIOS[name], steps, int(words["threads"]), micro_batches=sizes)
+            *_, result = measurements(scenario, steps, int(words["threads"]), micro_batches=sizes)
             found["scenarios"].append(result)
         if "rollouts" in parts:
-            found["rollouts"].append(rollouts.compare(SCENARIOS[name], steps))
-        print(f"{name}: {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
+            found["rollouts"].append(rollouts.compare(scenario, steps))
+        print(f"{scenario.name}: {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
     if found["scenarios"]:
         print(table(found["scenarios"]))
     if found["rollouts"]:

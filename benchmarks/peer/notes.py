@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 BY_SCENARIO = {
+    "real32": "`real` in fp32, which also replaces `real` on a CPU without instructions for bf16.",
     "large_vocabulary": "Without Triton, as on a CPU, TRL 1.16 computes the language-model head and the entropy at all "
     "positions, including prompts and padding. With Triton on a GPU, it computes them at predicted tokens only. This "
     "ratio does not transfer to GPUs.",

@@ -1,4 +1,4 @@
-"""Process of one side of a comparison, and the interpreters of sides that are installed separately."""
+"""Processes of the sides of a comparison, their turns, and interpreters of sides that are installed separately."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -83,3 +83,22 @@ class Worker:
         self.process.kill()
         self.process.wait()
         self.log.close()
+
+
+STEPS_OF_A_TURN = 2
+"""An unmeasured step and a measured one."""
+
+
+def turns(sides: Mapping[str, Worker], count: int) -> Iterator[dict[str, dict[str, Any]]]:
+    """Let the sides take turns, and yield the answers to each turn's measured step, by side.
+
+    In a run, a step follows another one without a pause. A side that waited for the others may be slower at first,
+    since the host can use its memory and cores for something else. So the first step of a turn isn't measured. The
+    order of the sides alternates.
+    """
+    for turn in range(count):
+        answers = {}
+        for name in reversed(sides) if turn % 2 else sides:
+            for number in range(turn * STEPS_OF_A_TURN + 1, (turn + 1) * STEPS_OF_A_TURN + 1):
+                answers[name] = sides[name].step(number)
+        yield {name: answers[name] for name in sides}

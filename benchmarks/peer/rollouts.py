@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peer.process import Worker, missing
+from benchmarks.peer.process import STEPS_OF_A_TURN, Worker, missing, turns
 from benchmarks.peer.work import Scenario
 from benchmarks.report import table as columns
 
@@ -22,27 +22,26 @@ SIDES = {"sampler": "realign", "vllm": "vLLM", "llama": "llama.cpp"}
 
 
 def compare(scenario: Scenario, steps: int) -> dict[str, Any]:
-    """Run the rollouts of every installed side in alternation, after one warm-up rollout of each."""
+    """Run the rollouts of every installed side in alternation, and measure the second rollout of each turn."""
     absent = {side: found for side in SIDES if (found := missing(side)) is not None}
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         scenario.save_models(folder)
-        workers = {side: Worker(side, scenario, folder, steps + 1, 1) for side in SIDES if side not in absent}
-        results: dict[str, list[dict[str, Any]]] = {side: [] for side in workers}
-        for number in range(1, steps + 2):
-            for side in list(workers) if number % 2 else list(workers)[::-1]:
-                results[side].append(workers[side].step(number))
+        worked = steps * STEPS_OF_A_TURN
+        workers = {side: Worker(side, scenario, folder, worked, 1) for side in SIDES if side not in absent}
+        answers = list(turns(workers, steps))
+        results = {side: [answer[side] for answer in answers] for side in workers}
         for worker in workers.values():
             worker.close()
     return summary(scenario, results, absent)
 
 
 def summary(scenario: Scenario, results: dict[str, list[dict[str, Any]]], absent: dict[str, str]) -> dict[str, Any]:
-    """Return the medians of the rollouts after the first one, and the ratios to realign.
+    """Return the medians of the rollouts, and the ratios to realign.
 
     Args:
         scenario: The work.
-        results: Answers of each side, one per rollout. The first one is warm-up.
+        results: Answers of each side, one per measured rollout.
         absent: For each side that is not installed, what to install.
     """
     ours = results["sampler"]
@@ -52,10 +51,10 @@ def summary(scenario: Scenario, results: dict[str, list[dict[str, Any]]], absent
         assert agree, f"{side}: other tokens than realign, so other weights"
 
     def median(side: str, key: str) -> float:
-        return statistics.median(turn[key] for turn in results[side][1:])
+        return statistics.median(turn[key] for turn in results[side])
 
     def ratios(side: str, key: str) -> list[float]:
-        return [b[key] / a[key] for a, b in zip(ours[1:], results[side][1:], strict=True)]
+        return [b[key] / a[key] for a, b in zip(ours, results[side], strict=True)]
 
     return {
         "scenario": scenario.name,
