@@ -1,6 +1,6 @@
 """Training steps of realign and TRL, and rollouts of realign, vLLM and llama.cpp, on the same work in alternation.
 
-    python -m benchmarks.peer                                   # every scenario, 5 steps of each side
+    python -m benchmarks.peer                                   # every scenario, 3 steps of each side
     python -m benchmarks.peer parts=steps scenarios=long_tail steps=3 threads=2
     python -m benchmarks.peer parts=steps scenarios=real steps=1 micro=16   # one micro-batch size of TRL
     python -m benchmarks.peer parts=rollouts scenarios=long_tail
@@ -8,10 +8,10 @@
 Prints tables and, as the last line, one JSON object.
 
 The sides run in separate processes and take turns: one works while the others wait. Each turn has an unmeasured step
-and a measured one, since steps of a run don't follow a pause. The benchmark first tries several
-micro-batch sizes and numbers of threads for TRL, and uses the fastest ones. Rollouts use one thread each. Response
-lengths are drawn beforehand and replayed by all sides. realign and TRL sample as usual, and the benchmark inserts the
-end token at the forced length. The other sides ignore end tokens and stop at the length.
+and a measured one, since steps of a run don't follow a pause. The benchmark first tries several micro-batch sizes and
+numbers of threads for TRL, and uses the fastest ones. Rollouts use one thread each. Response lengths are drawn
+beforehand and replayed by all sides. realign and TRL sample as usual, and the benchmark inserts the end token at the
+forced length. The other sides ignore end tokens and stop at the length.
 """
 
 from __future__ import annotations
@@ -227,7 +227,7 @@ PARTS = ("steps", "rollouts")
 
 def main(given: Sequence[str] | None = None) -> None:
     """Run the requested parts and scenarios; print the tables, their notes and the JSON line."""
-    defaults = {"parts": ",".join(PARTS), "scenarios": ",".join(DEFAULT), "steps": "5", "threads": "2"}
+    defaults = {"parts": ",".join(PARTS), "scenarios": ",".join(DEFAULT), "steps": "3", "threads": "2"}
     defaults["micro"] = ",".join(map(str, TRL_MICRO_BATCHES))
     words = arguments(defaults, given)
     parts, names, steps = words["parts"].split(","), words["scenarios"].split(","), int(words["steps"])
