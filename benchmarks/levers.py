@@ -37,8 +37,6 @@ def gain(scenario: Scenario, lever: str, steps: int, threads: int) -> dict[str, 
         write_prompts(scenario, worked, folder / "prompts.jsonl")
         sides = {name: Worker("realign", scenario, folder, worked, threads, without=name) for name in ("", lever)}
         answers = list(turns(sides, steps))
-        for side in sides.values():
-            side.close()
     assert all(answer[""]["lengths"] == answer[lever]["lengths"] for answer in answers)
     on, off = ({part: statistics.median(a[name][part] for a in answers) for part in PARTS} for name in sides)
     return {"lever": lever, "on": on, "off": off, "ratio": {part: round(off[part] / on[part], 2) for part in PARTS}}

@@ -40,7 +40,7 @@ DEFAULT = ["real", "long_tail", "short_tail", "long_prompts", "large_vocabulary"
 
 
 def possible(name: str) -> Scenario:
-    """Return a scenario, or the same one in fp32 if it is in bf16 and this CPU has no instructions for that.
+    """Return a scenario, or its twin in fp32 (`real32` of `real`) if this CPU has no instructions for bf16.
 
     Without them, a product in bf16 takes a hundred times as long as in fp32.
     """
@@ -141,8 +141,6 @@ def measurements(
             yield {"step": number, "seconds": {name: round(answer["wall"], 4) for name, answer in answers.items()}}
             if peak is None:
                 peaks.append(matrix_peak(threads, "bfloat16" if scenario.bf16 else "float32"))
-        for worker in sides.values():
-            worker.close()
     yield summary(scenario, results, max(peaks), tried)
 
 

@@ -90,15 +90,19 @@ STEPS_OF_A_TURN = 2
 
 
 def turns(sides: Mapping[str, Worker], count: int) -> Iterator[dict[str, dict[str, Any]]]:
-    """Let the sides take turns, and yield the answers to each turn's measured step, by side.
+    """Let the sides take turns, yield the answers to each turn's measured step, by side, and end the processes.
 
     In a run, a step follows another one without a pause. A side that waited for the others may be slower at first,
     since the host can use its memory and cores for something else. So the first step of a turn isn't measured. The
     order of the sides alternates.
     """
-    for turn in range(count):
-        answers = {}
-        for name in reversed(sides) if turn % 2 else sides:
-            for number in range(turn * STEPS_OF_A_TURN + 1, (turn + 1) * STEPS_OF_A_TURN + 1):
-                answers[name] = sides[name].step(number)
-        yield {name: answers[name] for name in sides}
+    try:
+        for turn in range(count):
+            done, measured = turn * STEPS_OF_A_TURN, {}
+            for name in reversed(list(sides)) if turn % 2 else sides:
+                sides[name].step(done + 1)
+                measured[name] = sides[name].step(done + 2)
+            yield {name: measured[name] for name in sides}
+    finally:
+        for side in sides.values():
+            side.close()

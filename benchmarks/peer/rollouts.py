@@ -30,10 +30,7 @@ def compare(scenario: Scenario, steps: int) -> dict[str, Any]:
         worked = steps * STEPS_OF_A_TURN
         workers = {side: Worker(side, scenario, folder, worked, 1) for side in SIDES if side not in absent}
         answers = list(turns(workers, steps))
-        results = {side: [answer[side] for answer in answers] for side in workers}
-        for worker in workers.values():
-            worker.close()
-    return summary(scenario, results, absent)
+    return summary(scenario, {side: [answer[side] for answer in answers] for side in workers}, absent)
 
 
 def summary(scenario: Scenario, results: dict[str, list[dict[str, Any]]], absent: dict[str, str]) -> dict[str, Any]:
