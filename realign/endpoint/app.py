@@ -61,7 +61,9 @@ def application(sessions: Sessions, caller: Caller, limits: EndpointLimits, mode
 
     def respond_with_error(request: Request, error: Exception) -> Response:
         if isinstance(error, HTTPException):
-            error = ApiError(error.status_code, f"{error.detail}.", code="not_found")
+            served = ", ".join(f"{min(route.methods or ())} {route.path}" for route in routes)
+            here = f"{request.method} {request.url.path}"
+            error = ApiError(error.status_code, f"No {here} at this endpoint. It serves {served}.", code="not_found")
         assert isinstance(error, ApiError)
         # as ASCII, since the name of an unknown parameter may be text that UTF-8 cannot encode
         return Response(json.dumps(error.body()), error.status, media_type="application/json")

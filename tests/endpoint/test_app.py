@@ -61,6 +61,14 @@ def test_health_needs_no_key_and_models_lists_the_model(endpoint, client):
         assert [model.id for model in player.models.list()] == ["white", "black"]
 
 
+def test_an_unknown_path_or_method_is_answered_with_what_is_served(endpoint, client):
+    with pytest.raises(openai.NotFoundError, match=r"No POST /v1/completions .*POST /v1/chat/completions"):
+        client.completions.create(model="tiny", prompt="hello")
+    answer = httpx2.get(f"{endpoint.url}{CHAT}", headers={"Authorization": f"Bearer {KEY}"})
+    assert answer.status_code == 405
+    assert answer.json()["error"]["message"].startswith(f"No GET {CHAT} at this endpoint. It serves GET /health")
+
+
 def test_a_chat_completion_has_text_log_probs_and_usage(client):
     out = client.chat.completions.create(model="tiny", messages=HELLO, logprobs=True, n=2, max_completion_tokens=5)
     assert [choice.index for choice in out.choices] == [0, 1]
