@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -132,6 +133,8 @@ class LMHead:
     """Which rows of the head `weight_VH` and `bias_V` are; None means all."""
     exact: ExactHead | None = None
     """Computes the values of log-probs; None: torch. The head must have a weight only."""
+    product: Callable[[Tensor], Tensor] | None = None
+    """Multiplies rows by the weight in `logits`; None: torch."""
     ends_backward: bool = False
     """Whether log-probs pass on no gradient if theirs is 0. An accelerator would have to wait for the host."""
 
@@ -166,17 +169,17 @@ class LMHead:
 
     def logits(self, hidden_NH: Tensor) -> Tensor:
         """Compute all logits: [N, V] fp32 (fp64 for fp64 input), differentiable. Intended for sampling (small N)."""
-        project = Projection.of(hidden_NH, self, 1.0)
+        product = self.product if self.exact is None else self.exact.logits
+        if product is None:
+            project = Projection.of(hidden_NH, self, 1.0)
+            product = partial(project.product, weight_VH=project.matrix(self.weight_VH))
         with no_autocast(hidden_NH):
-            logits_NV = self._product(hidden_NH.to(project.dtype), project)
+            logits_NV = product(hidden_NH)
             if self.bias_V is not None:
                 logits_NV = logits_NV + self.bias_V
             if self.scale != 1:
                 logits_NV = logits_NV * self.scale
             return logits_NV if self.softcap is None else self.softcap * torch.tanh(logits_NV / self.softcap)
-
-    def _product(self, hidden_NH: Tensor, project: Projection) -> Tensor:
-        return project.product(hidden_NH, project.matrix(self.weight_VH))
 
 
 class Projection(NamedTuple):
@@ -203,9 +206,10 @@ class Projection(NamedTuple):
 
     def product(self, hidden_CH: Tensor, weight_VH: Tensor) -> Tensor:
         """Return the product [C, V] with the weight, in fp32 or fp64."""
+        hidden_CH = hidden_CH.to(self.dtype)
         if self.rounded is not None:
             return self.rounded.product(hidden_CH)
-        return at_least_fp32(F.linear(hidden_CH.to(self.dtype), weight_VH))
+        return at_least_fp32(F.linear(hidden_CH, weight_VH))
 
     def logits(self, hidden_CH: Tensor, weight_VH: Tensor, bias_V: Tensor | None) -> Tensor:
         """Compute logits / temperature of a chunk, in new memory that the caller may overwrite."""

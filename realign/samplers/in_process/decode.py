@@ -325,15 +325,12 @@ class Rollout:
         """Sample a token for each of the last B active rows, which have `counts_B` tokens so far; see `sample`."""
         rows = max(1, LOGIT_ELEMENTS // len(self.head.weight_VH))
         parts = [
-            sample(self._logits(h), self.config, u, blocked_NV=self.stopping.block_tokens(c), exact=self.head.exact)
+            sample(self.head.logits(h), self.config, u, blocked_NV=self.stopping.block_tokens(c), exact=self.head.exact)
             for h, c, u in zip(
                 hidden_BH.split(rows), counts_B.split(rows), self._uniforms(counts_B).split(rows), strict=True
             )
         ]
         return join_draws(parts)
-
-    def _logits(self, hidden_NH: Tensor) -> Tensor:
-        return self.head.logits(hidden_NH) if self.head.exact is None else self.head.exact.logits(hidden_NH)
 
     def _uniforms(self, counts_B: Tensor) -> Tensor:
         """Return a uniform number for the next token of each of the last B active rows, [B] fp64.

@@ -25,7 +25,7 @@ from realign.models.network.unpacked import OwnCache
 from realign.samplers.in_process.compiled.exact import ExactModel
 from realign.samplers.in_process.compiled.fused_layers import FusedTrunk, for_few_rows
 from realign.samplers.in_process.compiled.fusion import DecodePath, Fusion, copies_limit
-from realign.samplers.in_process.compiled.trunk import CompiledHead, CompiledTrunk
+from realign.samplers.in_process.compiled.trunk import CompiledTrunk, Form, StoredLinear
 from realign.samplers.in_process.settings import InProcessSampling
 
 SMALL_PRODUCT = 2**23
@@ -123,8 +123,9 @@ class RolloutModel:
         trunk = self.fusion.trunk(length, dtype)
         if rounded is None:
             head = replace(head, weight_VH=for_few_rows(head.weight_VH.detach()))
-        elif isinstance(trunk, CompiledTrunk) and type(head) is LMHead:
-            head = CompiledHead.of(head, trunk.library)
+        elif isinstance(trunk, CompiledTrunk):
+            form = Form.of_rounded(trunk.library)
+            head = replace(head, product=StoredLinear.of(trunk.library, form, head.weight_VH))
         paged = self.routers is None and isinstance(trunk, FusedTrunk) and trunk.runs_paged
         replays = isinstance(trunk, FusedTrunk) and self.fusion.path.now is DecodePath.graphs
         graphs = DecodeGraphs(trunk, Capture(device)) if replays else None

@@ -29,7 +29,7 @@ from realign.models.network.network import Network
 from realign.models.network.passes import Layout
 from realign.samplers.in_process.compiled.fusion import Fusion
 from realign.samplers.in_process.compiled.library import LibraryError, load_library
-from realign.samplers.in_process.compiled.trunk import CompiledTrunk, Form, StoredWeight
+from realign.samplers.in_process.compiled.trunk import CompiledTrunk, Form, StoredLinear
 
 
 class ExactModel:
@@ -126,7 +126,7 @@ class ExactHead:
         assert not isinstance(library, LibraryError)  # `ExactModel.read` needs it too
         self._library: ctypes.CDLL = library
         self._memory = (weight_VH.data_ptr(), weight_VH.shape)
-        self._weight = StoredWeight.of(weight_VH, library, Form.floats)
+        self._weight = StoredLinear.of(library, Form.floats, weight_VH)
 
     def is_of(self, weight_VH: Tensor) -> bool:
         """Return whether it was copied from the memory of this weight."""

@@ -15,14 +15,12 @@ from ctypes import c_float, c_int64, c_void_p
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from typing_extensions import override
 
-from realign.functional.logprobs import LMHead, Projection
 from realign.functional.packed import cu_seqlens_of, position_ids
 from realign.functional.rounding import MultiplyBy
 from realign.models.network.attention import AttentionContext
@@ -65,18 +63,22 @@ class Form(IntEnum):
         return cls.tiles if library.realign_has_tiles() else cls.halves
 
 
-class StoredWeight(NamedTuple):
-    """A weight as the library reads it."""
+@dataclass(frozen=True, eq=False)
+class StoredLinear:
+    """Linear layer whose products run in the library."""
 
     values: Tensor
+    """The weight as the library reads it."""
     form: Form
     shape: tuple[int, int]
-    """Inputs K and outputs M."""
+    """Outputs M and inputs K."""
     library: ctypes.CDLL
+    bias: Tensor | None = None
+    dtype: torch.dtype = torch.float32
 
     @classmethod
-    def of(cls, weight_MK: Tensor, library: ctypes.CDLL, form: Form) -> StoredWeight:
-        """Return a weight's current values; a form in bf16 rounds them."""
+    def of(cls, library: ctypes.CDLL, form: Form, weight_MK: Tensor, bias: Tensor | None = None) -> StoredLinear:
+        """Return the layer with the current values of a weight; a form in bf16 rounds them."""
         weight_MK = weight_MK.detach().float()
         outputs, inputs = weight_MK.shape
         multiples = (_TILES, _TILES) if form is Form.tiles else (_PANEL, 1)
@@ -85,37 +87,19 @@ class StoredWeight(NamedTuple):
         values = make(size, dtype=torch.float32 if form is Form.floats else torch.bfloat16)
         place = weight_MK.data_ptr(), *weight_MK.stride(), inputs, outputs
         library.realign_store(*place, values.data_ptr(), form, torch.get_num_threads())
-        return cls(values, form, (inputs, outputs), library)
+        return cls(values, form, (outputs, inputs), library, bias)
 
     def product(self, x_NK: Tensor, threads: int) -> Tensor:
         """Return the product [N, M] of rows with the weight, whose columns the threads divide."""
-        x_NK, y_NM = x_NK.detach().contiguous(), torch.empty(len(x_NK), self.shape[1])
+        outputs, inputs = self.shape
+        x_NK, y_NM = x_NK.detach().contiguous(), torch.empty(len(x_NK), outputs)
         pointers = x_NK.data_ptr(), self.values.data_ptr()
-        self.library.realign_product(len(x_NK), *pointers, *self.shape, y_NM.data_ptr(), self.form, threads)
+        self.library.realign_product(len(x_NK), *pointers, inputs, outputs, y_NM.data_ptr(), self.form, threads)
         return y_NM
-
-
-@dataclass(frozen=True, eq=False)
-class StoredLinear:
-    """Linear layer whose products run in the library."""
-
-    stored: StoredWeight
-    bias: Tensor | None
-    dtype: torch.dtype = torch.float32
-
-    @classmethod
-    def of(cls, library: ctypes.CDLL, form: Form, weight: Tensor, bias: Tensor | None) -> StoredLinear:
-        """Return the layer with the current values of a weight [outputs, K]."""
-        return cls(StoredWeight.of(weight, library, form), bias)
-
-    @property
-    def shape(self) -> Sequence[int]:
-        """See `AnyLinear`."""
-        return self.stored.shape[::-1]
 
     def __call__(self, x: Tensor) -> Tensor:
         """See `AnyLinear`."""
-        y_NM = self.stored.product(x.reshape(-1, x.shape[-1]), torch.get_num_threads())
+        y_NM = self.product(x.reshape(-1, x.shape[-1]), torch.get_num_threads())
         return (y_NM if self.bias is None else y_NM.add_(self.bias)).view(*x.shape[:-1], self.shape[0])
 
     def add_to(self, x: Tensor, h: Tensor) -> Tensor:
@@ -133,7 +117,7 @@ def library_products() -> MultiplyBy | None:
     library = load_library()
     if isinstance(library, LibraryError) or not multiplies_faster(library):
         return None
-    return lambda weight_MK: StoredLinear.of(library, Form.of_rounded(library), weight_MK, None)
+    return partial(StoredLinear.of, library, Form.of_rounded(library))
 
 
 class _Layer(ctypes.Structure):
@@ -355,9 +339,7 @@ def _linears(layer: FusedLayer) -> list[Any]:
 
 def _layer(layer: FusedLayer, linears: Sequence[StoredLinear], turns: int) -> _Layer:
     norm, added = layer.qk_norm, layer.added_norms or (None, None)
-    qkv, output, gate_up, down = (
-        (x.stored.values.data_ptr(), None if x.bias is None else x.bias.data_ptr()) for x in linears
-    )
+    qkv, output, gate_up, down = ((x.values.data_ptr(), None if x.bias is None else x.bias.data_ptr()) for x in linears)
     return _Layer(
         layer.attention_norm.weight.data_ptr(),
         *qkv,
@@ -381,20 +363,3 @@ def _layer(layer: FusedLayer, linears: Sequence[StoredLinear], turns: int) -> _L
         layer.args.scaling,
         *(0.0 if x is None else float(x.floor) for x in added),
     )
-
-
-@dataclass(frozen=True, eq=False)
-class CompiledHead(LMHead):
-    """A head for sampling whose product runs in the library."""
-
-    stored: StoredWeight | None = None
-
-    @classmethod
-    def of(cls, head: LMHead, library: ctypes.CDLL) -> CompiledHead:
-        """Return the head with the current values of its weight, rounded to bf16."""
-        return cls(**vars(head), stored=StoredWeight.of(head.weight_VH, library, Form.of_rounded(library)))
-
-    @override
-    def _product(self, hidden_NH: Tensor, project: Projection) -> Tensor:
-        assert self.stored is not None
-        return self.stored.product(hidden_NH, torch.get_num_threads())

@@ -25,7 +25,7 @@ from realign.samplers.in_process.compiled import trunk as trunk_module
 from realign.samplers.in_process.compiled.fused_layers import FusedTrunk, Linear
 from realign.samplers.in_process.compiled.fusion import DecodePath, Fusion
 from realign.samplers.in_process.compiled.library import CompiledDecode, LibraryError, load_library
-from realign.samplers.in_process.compiled.trunk import CompiledTrunk, Form, StoredLinear, StoredWeight, library_products
+from realign.samplers.in_process.compiled.trunk import CompiledTrunk, Form, StoredLinear, library_products
 from realign.samplers.in_process.settings import InProcessSampling
 from tests.samplers.in_process.compiled.native import KNOWN, adapted_model, close, requires_compiler, rollout
 from tests.samplers.in_process.rollouts import prompts, responses, same, sample_of
@@ -126,7 +126,7 @@ def test_a_weight_is_stored_by_panels_and_rounded_as_torch_rounds(form, inputs, 
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        stored = StoredWeight.of(weight.t().contiguous().t() if turned else weight, library, form)
+        stored = StoredLinear.of(library, form, weight.t().contiguous().t() if turned else weight)
     finally:
         torch.set_num_threads(before)
     values = (weight if form is Form.floats else weight.to(torch.bfloat16)).t()
@@ -172,7 +172,7 @@ def test_a_product_is_that_of_fp64_in_every_form_and_with_any_number_of_threads(
     generator = torch.Generator().manual_seed(rows)
     x, weight = torch.randn(rows, inputs, generator=generator), torch.randn(outputs, inputs, generator=generator)
     weight = weight.to(torch.bfloat16).float()
-    stored = StoredWeight.of(weight, library, form)
+    stored = StoredLinear.of(library, form, weight)
     got, sizes = stored.product(x, threads), x.double().abs() @ weight.double().abs().t()
     assert ((got - x.double() @ weight.double().t()).abs() <= 2**-16 * 1.01 * sizes).all()
     for some in (1, 2, rows):
