@@ -216,12 +216,13 @@ def capability(device: torch.device) -> tuple[int, int] | None:
 
 
 def explicit_attention(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, mask: Tensor) -> Tensor:
-    """Compute attention of one sequence with plain operators, for soft caps and sinks. Returns [1, Hq, L, D].
+    """Compute attention with plain operators, for soft caps and sinks: of one sequence, [1, Hq, L, D], or in a decode
+    step, where the third axis of q is the heads that share keys.
 
     `mask` is added to the scores: 0 where a query attends to a key, else -inf.
     """
-    groups = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    if (groups := q.shape[1] // k.shape[1]) > 1:
+        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     scores = q @ k.transpose(-1, -2) * args.scaling
     if args.softcap is not None:
         scores = args.softcap * torch.tanh(scores / args.softcap)
@@ -229,7 +230,7 @@ def explicit_attention(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, mas
     if args.sinks_H is None:
         weights = scores.softmax(-1)
     else:
-        sinks = args.sinks_H.float().view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        sinks = args.sinks_H.float().view(1, q.shape[1], -1, 1).expand(*scores.shape[:-1], 1)
         weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
     return F.dropout(weights.to(v.dtype), args.dropout) @ v
 

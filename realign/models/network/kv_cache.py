@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from realign.api.sample import on_device
 from realign.models.network.attention import ATTENTION, PackedContext
-from realign.models.network.kernels import PAGE, AttentionArgs, Pages, paged_attention
+from realign.models.network.kernels import PAGE, AttentionArgs, Pages, explicit_attention, paged_attention
 from realign.models.network.recurrence import RowsForward, States, run_prompts, run_step
 
 KeyValues: TypeAlias = Mapping[int, tuple[Tensor, Tensor]]
@@ -378,24 +378,10 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, args: AttentionArgs) 
     In fp32 on a CPU, two batched products are up to three times as fast as the fused kernel at these shapes. In half
     precision, only the fused kernel keeps the scores in fp32.
     """
-    plain = args.softcap is None and args.sinks_H is None
-    if plain and (q.device.type != "cpu" or q.dtype not in (torch.float32, torch.float64)):
+    if args.softcap is not None or args.sinks_H is not None:
+        return explicit_attention(q, k, v, args, mask)
+    if q.device.type != "cpu" or q.dtype not in (torch.float32, torch.float64):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=args.scaling)
-    return _attend_plainly(q, k, v, mask, args)
-
-
-def _attend_plainly(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, args: AttentionArgs) -> Tensor:
-    rows, heads, group, _ = q.shape
     flat_q, flat_k, flat_v, flat_mask = (x.flatten(0, 1) for x in (q, k, v, mask))
-    if args.softcap is None:
-        scores = torch.baddbmm(flat_mask, flat_q, flat_k.transpose(1, 2), alpha=args.scaling)
-    else:
-        scores = torch.bmm(flat_q, flat_k.transpose(1, 2)) * (args.scaling / args.softcap)
-        scores = args.softcap * torch.tanh(scores) + flat_mask
-    if args.sinks_H is None:
-        weights = scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32))
-    else:
-        sinks = args.sinks_H.to(scores.dtype).view(1, heads, group, 1).expand(rows, -1, -1, -1).flatten(0, 1)
-        weights = torch.cat([scores, sinks], -1).softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32))
-        weights = weights[..., :-1]
-    return torch.bmm(weights.to(v.dtype), flat_v).view(rows, heads, group, -1)
+    weights_BL = torch.baddbmm(flat_mask, flat_q, flat_k.transpose(1, 2), alpha=args.scaling).softmax(-1)
+    return torch.bmm(weights_BL, flat_v).view(*q.shape[:3], -1)
