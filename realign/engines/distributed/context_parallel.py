@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from realign.errors import ConfigError
 from realign.models.network.attention import PackedContext
@@ -34,7 +34,7 @@ class Ulysses:
     packed: PackedContext
     group: dist.ProcessGroup
 
-    def attend(self, layer: int, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Tensor:
         """Attend from q [1, Hq, n, D] to k, v [1, Hk, n, D] of all ranks; return [1, n, Hq, D].
 
         Raises:
@@ -50,7 +50,7 @@ class Ulysses:
         repeats = next(n for n in range(1, shared + 1) if shared % n == 0 and keys * n % ranks == 0)
         k, v = (x if repeats == 1 else x.repeat_interleave(repeats, 1) for x in (k, v))
         q, k, v = (self._swap(x) for x in (q, k, v))
-        out = self.packed.attend(layer, module, q, k, v, args)
+        out = self.packed.attend(layer, q, k, v, args)
         return self._swap(out)
 
     def recur(self, layer: int, forward: RowsForward, hidden_TH: Tensor) -> Tensor:

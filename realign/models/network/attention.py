@@ -49,7 +49,7 @@ class NotPackableError(ConfigError):
 class AttentionContext(Protocol):
     """Which tokens attend to each other in one call of a model."""
 
-    def attend(self, layer: int, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Tensor:
         """Attend from q [1, Hq, T, D] to k, v [1, Hk, T, D] of layer `layer`; return [1, T, Hq, D]."""
         ...
 
@@ -126,7 +126,7 @@ class PackedContext:
         """Number of tokens of each sequence and those that it continues."""
         return [sum(self._lengths[i] for i in pieces) for pieces in self._pieces]
 
-    def attend(self, layer: int, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Tensor:
         """See `AttentionContext.attend`.
 
         Raises:
@@ -270,7 +270,7 @@ def _dispatch(
     layer: Any = getattr(module, "layer_idx", None)
     if layer is None:
         raise NotPackableError(f"{_family(module)} cannot run packed: its attention layers have no layer_idx")
-    return realign_context.attend(int(layer), module, query, key, value, args), None
+    return realign_context.attend(int(layer), query, key, value, args), None
 
 
 def _check_arguments(module: nn.Module, mask: Tensor | None, window: int | None, others: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from typing_extensions import override
 
 from realign.api.sample import on_device
@@ -263,9 +263,9 @@ class PrefillContext(PackedContext):
     _seen: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict, init=False, repr=False)
 
     @override
-    def attend(self, layer: int, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Tensor:
         self._seen[layer] = (k[0], v[0])
-        return super().attend(layer, module, q, k, v, args)
+        return super().attend(layer, q, k, v, args)
 
     @override
     def recur(self, layer: int, forward: RowsForward, hidden_TH: Tensor) -> Tensor:
@@ -309,7 +309,7 @@ class DecodeContext:
         self._index: dict[int, Tensor] = {}
         self._masks: dict[tuple[int | None, int, torch.dtype], Tensor] = {}
 
-    def attend(self, layer: int, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Tensor:
         """Attend with q [1, Hq, B, D] and the new k, v [1, Hk, B, D] of a layer; return [1, B, Hq, Dv]."""
         q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
         return self.attend_rows(layer, q, k, v, args)[None]
@@ -360,7 +360,7 @@ class PagedDecodeContext:
         bounds = torch.arange(len(positions_B) + 1, dtype=torch.int32, device=positions_B.device)
         self._pages = Pages(bounds, table_BW, (positions_B + 1).int(), longest)
 
-    def attend(self, layer: int, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Tensor:
         """See `AttentionContext.attend`."""
         q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
         return self.attend_joined(layer, q, torch.cat([k, v], 1), args)[None]

@@ -124,7 +124,7 @@ ARGS = {
 @pytest.mark.parametrize("value_size", [8, 6])
 def test_packed_context_against_float64(what, value_size):
     q, k, v = qkv(value_size=value_size)
-    got = PackedContext(cu_seqlens_of(LENGTHS)).attend(0, nn.Module(), q, k, v, ARGS[what])
+    got = PackedContext(cu_seqlens_of(LENGTHS)).attend(0, q, k, v, ARGS[what])
     assert got.shape == (1, sum(LENGTHS), 4, value_size)
     torch.testing.assert_close(got.double(), reference(q, k, v, LENGTHS, ARGS[what]), atol=1e-5, rtol=1e-5)
 
@@ -135,7 +135,7 @@ def stand_in(version):
     def compute(q, k, v, cu, window, scale):
         args = AttentionArgs(scale, 0.0, None if window == (-1, 0) else window[0] + 1, None, None)
         packed = PackedContext(cu, Backend.sdpa)
-        return packed.attend(0, nn.Module(), *(x.transpose(0, 1)[None] for x in (q, k, v)), args)[0]
+        return packed.attend(0, *(x.transpose(0, 1)[None] for x in (q, k, v)), args)[0]
 
     def today(
         query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False

@@ -32,20 +32,18 @@ def decode_and_reference(layers, slots=4, dtype=torch.float32):
     prompt_rows = torch.cat([torch.arange(s, s + n) for s, n in zip(starts, PROMPTS, strict=True)])
     prefill = PrefillContext(cu_seqlens_of(PROMPTS), lengths=PROMPTS)
     for i, (_, a) in enumerate(layers):
-        prefill.attend(i, MODULE, *(x[:, :, prompt_rows] for x in whole[i]), a)
+        prefill.attend(i, *(x[:, :, prompt_rows] for x in whole[i]), a)
     kv = list(prefill.per_sequence())
     cache = KVCache(kv[0], slots, max(total))
     for row, prompt in enumerate(kv):
         cache.fill(row, row + 1, prompt)
-    want = [
-        PackedContext(cu_seqlens_of(total)).attend(0, MODULE, *x, a) for x, (_, a) in zip(whole, layers, strict=True)
-    ]
+    want = [PackedContext(cu_seqlens_of(total)).attend(0, *x, a) for x, (_, a) in zip(whole, layers, strict=True)]
     for step in range(STEPS):
         positions_B = torch.tensor(PROMPTS) + step
         rows = torch.tensor(starts) + positions_B
         context = DecodeContext(cache, positions_B, int(positions_B.max()))
         for i, (_, a) in enumerate(layers):
-            got = context.attend(i, MODULE, *(x[:, :, rows] for x in whole[i]), a)
+            got = context.attend(i, *(x[:, :, rows] for x in whole[i]), a)
             yield got, want[i][:, rows]
 
 

@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from realign.functional.rounding import no_rounding
 from realign.models.network.attention import AttentionContext
@@ -35,11 +35,6 @@ class AnyLinear(Protocol):
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of what it returns."""
-        ...
-
-    @property
-    def bias(self) -> Tensor | None:
-        """Bias [outputs], if there is one."""
         ...
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -145,8 +140,8 @@ class FusedLayer(NamedTuple):
     attention_norm: RMSNorm
     qkv: AnyLinear
     """Joined projection to queries, keys and values, head by head."""
-    heads: tuple[int, int, int]
-    """Numbers of query, key and value heads."""
+    heads: tuple[int, int]
+    """Numbers of query heads and of key-value heads."""
     qk_norm: RMSNorm | None
     """Norm of each query and key, [Hq + Hk, D]."""
     args: AttentionArgs
@@ -155,7 +150,6 @@ class FusedLayer(NamedTuple):
     gate_up: AnyLinear
     activation: Callable[[Tensor], Tensor]
     down: AnyLinear
-    module: nn.Module
     added_norms: tuple[RMSNorm, RMSNorm] | None = None
     """Norms of what attention and MLP add to the residual stream (Gemma 3)."""
     rotation: int = 0
@@ -195,8 +189,8 @@ class FusedTrunk:
         dtype, device = self.layers[0].qkv.dtype, self.embedding.device
         sizes = {(*layer.heads, 2 * self.turns.shape[-1]) for layer in self.layers}
         return all(
-            keys == values and paged_kernel_works(device, dtype, (queries, keys, size), args)
-            for queries, keys, values, size in sizes
+            paged_kernel_works(device, dtype, heads, args)
+            for heads in sizes
             for args in {layer.args for layer in self.layers}
         )
 
@@ -214,8 +208,8 @@ class FusedTrunk:
 
 def _attention(i: int, layer: FusedLayer, h_NH: Tensor, turns: Tensor, context: AttentionContext) -> Tensor:
     """Return the attention output of layer `i`, [N, Hq * D], before the output projection."""
-    queries, keys, values = layer.heads
-    qkv = layer.qkv(h_NH).view(len(h_NH), queries + keys + values, -1)
+    queries, keys = layer.heads
+    qkv = layer.qkv(h_NH).view(len(h_NH), queries + 2 * keys, -1)
     given = qkv[:, : queries + keys]
     qk = given.float()  # a view, except in low precision: rotation is in fp32
     if layer.qk_norm is not None:
@@ -223,7 +217,7 @@ def _attention(i: int, layer: FusedLayer, h_NH: Tensor, turns: Tensor, context: 
     torch.view_as_complex(qk.unflatten(-1, (-1, 2))).mul_(turns)
     if qk.data_ptr() != given.data_ptr():
         given.copy_(qk)
-    q, k, v = qkv.split((queries, keys, values), 1)
+    q, k, v = qkv.split((queries, keys, keys), 1)
     if isinstance(context, PagedDecodeContext):
         out = context.attend_joined(i, q, qkv[:, queries:], layer.args)
     elif isinstance(context, DecodeContext):
@@ -231,7 +225,7 @@ def _attention(i: int, layer: FusedLayer, h_NH: Tensor, turns: Tensor, context: 
     else:
         # copies: a prefill stores keys and values, and views would also keep the memory of the queries alive
         q, k, v = (x.transpose(0, 1)[None].contiguous() for x in (q, k, v))
-        out = context.attend(i, layer.module, q, k, v, layer.args)
+        out = context.attend(i, q, k, v, layer.args)
     return out.reshape(len(h_NH), -1)
 
 

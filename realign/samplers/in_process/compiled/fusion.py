@@ -331,9 +331,9 @@ class _Recorder(PackedContext):
     args: list[AttentionArgs] = field(default_factory=list, init=False)
 
     @override
-    def attend(self, layer: int, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Tensor:
         self.args.append(args)
-        return super().attend(layer, module, q, k, v, args)
+        return super().attend(layer, q, k, v, args)
 
 
 def _knows(step: Callable[[], None]) -> bool:
@@ -595,7 +595,7 @@ def _read_layer(
     return FusedLayer(
         attention_norm=_norm(layer.input_layernorm),
         qkv=made(joined, biases),
-        heads=(queries, keys, keys),
+        heads=(queries, keys),
         qk_norm=qk_norm,
         args=args,
         output=made(_weight(attention.o_proj), attention.o_proj.bias),
@@ -603,7 +603,6 @@ def _read_layer(
         gate_up=made(_cat([_weight(p) for p in inner]), _biases(*inner)),
         activation=activation,
         down=made(_weight(mlp.down_proj), mlp.down_proj.bias),
-        module=attention,
         added_norms=(_norm(layer.post_attention_layernorm), _norm(layer.post_feedforward_layernorm))
         if sandwiched
         else None,

@@ -328,9 +328,6 @@ def check_supported(fused: FusedTrunk) -> None:
             raise ValueError("the activation function is neither SiLU nor GELU with tanh")
         if layer.args.softcap is not None or layer.args.sinks_H is not None:
             raise ValueError("attention has a softcap or sinks")
-        queries, keys, values = layer.heads
-        if queries % keys or keys != values:
-            raise ValueError("query heads are not a multiple of the key heads")
 
 
 def _linears(layer: FusedLayer) -> list[Any]:
@@ -352,8 +349,7 @@ def _layer(layer: FusedLayer, linears: Sequence[StoredLinear], turns: int) -> _L
         None,
         *(None if x is None else x.weight.data_ptr() for x in added),
         turns,
-        layer.heads[0],
-        layer.heads[1],
+        *layer.heads,
         layer.args.sliding_window or 0,
         layer.gate_up.shape[0] // 2,
         layer.activation is gelu_tanh,
