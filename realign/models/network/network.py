@@ -106,7 +106,6 @@ class Network(nn.Module):
         self._attention = settings.attention
         self._vocabulary = settings.vocabulary
         self._dropout = settings.dropout > 0
-        self._trained = sum(p.numel() for p in self.parameters() if p.requires_grad)
         # ranks gather the weights for each pass, and need as many passes as the others
         self._alone = self.device.type == "cpu" and not settings.divided
         rounded, weights = abilities.rounded is not None, sum(p.numel() for p in self.parameters())
@@ -157,7 +156,8 @@ class Network(nn.Module):
             self.check_replay()
         # routers cannot tell concurrent passes apart
         together = parallel and self.abilities.parallel and not draws and not replays
-        threads = min(torch.get_num_threads(), most_lanes(self._trained)) if together else 1
+        trained = sum(p.numel() for p in self.parameters() if p.requires_grad)
+        threads = min(torch.get_num_threads(), most_lanes(trained)) if together else 1
         # On an accelerator the host would wait for the loss, ranks run their backward passes together, and what a pass
         # without gradient draws or records must not be repeated.
         if not self._alone or not training or draws or self.abilities.replay is not None:

@@ -378,8 +378,9 @@ def in_lanes(
         the budget does not fit two of the longest sequences (with `whole_groups`: groups).
     """
     limit = spec.max_tokens_per_microbatch
-    longest = int((lengths.per_prompt if spec.whole_groups else lengths.flat).max(initial=1))
-    lanes = max(1, min(threads, rows // MIN_ROWS, threads if limit is None else limit // max(1, longest)))
+    parts = lengths.per_prompt if spec.whole_groups else lengths.flat
+    longest = int(parts.max(initial=1))
+    lanes = max(1, min(threads, len(parts), rows // MIN_ROWS, threads if limit is None else limit // max(1, longest)))
     if most is not None:
         enough = lanes * max(longest, most)
         limit = enough if limit is None else min(limit, enough)

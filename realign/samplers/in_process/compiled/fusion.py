@@ -40,7 +40,7 @@ from realign.samplers.in_process.compiled.fused_layers import (
     gelu_tanh,
 )
 from realign.samplers.in_process.compiled.library import CompiledDecode, LibraryError, load_library
-from realign.samplers.in_process.compiled.trunk import CompiledTrunk, check_supported
+from realign.samplers.in_process.compiled.trunk import PROBE_LENGTH, CompiledTrunk, check_supported
 
 TOLERANCE = 2e-5
 """Largest fp32 rounding error, relative to the largest hidden state; ADR 31 gives measurements.
@@ -204,10 +204,11 @@ class Fusion:
                 self._compare()
                 assert self._args is not None
                 store = self.path.store if rounded else None
+                linear = store or (Linear if self.path.has_library(self._model.device) else Linear.of)
                 with nullcontext() if store is None else no_rounding():  # `store` rounds them itself
-                    layers = list(_read_layers(self._model, self._args, dtype, store or Linear.of))
+                    layers = list(_read_layers(self._model, self._args, dtype, linear))
             base = self._model.base_model
-            turns = _rotations(self._model, length)
+            turns = _rotations(self._model, max(length, PROBE_LENGTH))
             embedding = base.embed_tokens.weight.detach()
             fused = FusedTrunk(embedding, layers, _norm(base.norm), turns, rounded, _scale(base))
             trunk = self.path.fastest(fused)
@@ -248,6 +249,14 @@ class _DecodeChoice:
     def saved(self) -> str | None:
         """The `DecodePath` that a checkpoint records; None if no rollout has run."""
         return self.resumed if self.now is None else self.now.value
+
+    def has_library(self, device: torch.device) -> bool:
+        """Return whether the library computes decode steps, so that torch has products with many rows only."""
+        return (
+            device.type == "cpu"
+            and self.compiled is not CompiledDecode.off
+            and not isinstance(load_library(), LibraryError)
+        )
 
     def fastest(self, trunk: FusedTrunk) -> Trunk:
         """Return the trunk with compiled decode steps, if the setting allows them and this machine has the library.

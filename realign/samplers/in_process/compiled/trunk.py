@@ -43,7 +43,7 @@ _TEXT_ROWS = 256
 _PROBE_ROWS = 7
 """Rows of the compared step: more than `HEIGHT` of decode_step.cpp, so that it also computes a smaller tile."""
 
-_PROBE_LENGTH = 40
+PROBE_LENGTH = 40
 """Largest number of tokens of a compared row: several vectors of `LANES` scores, and usually an incomplete one."""
 
 
@@ -290,7 +290,7 @@ class CompiledTrunk:
         lead a trained model to hidden states that no text produces, where it amplifies rounding a hundredfold.
         """
         generator = torch.Generator().manual_seed(0)
-        words, length = len(fused.embedding), min(fused.turns.shape[1], _PROBE_LENGTH)
+        words, length = len(fused.embedding), PROBE_LENGTH
         positions_B = torch.randint(length, (_PROBE_ROWS,), generator=generator)
         ids_B = torch.randint(words, (_PROBE_ROWS,), generator=generator)
         before = positions_B.clamp(min=1).tolist()  # a prefill of no tokens is not supported
