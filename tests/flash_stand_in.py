@@ -47,7 +47,7 @@ def varlen(
 
 def compute_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compute bfloat16 by autocast, as on a GPU, and not with rounded weights."""
-    monkeypatch.setattr(NetworkSettings, "rounds_weights", False)
+    monkeypatch.setattr(NetworkSettings, "rounds_weights", lambda *_: False)
 
 
 def forget_kernels() -> None:

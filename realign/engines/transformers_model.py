@@ -193,7 +193,7 @@ class TransformersModel(Settings, ModelSpec):
         # As in the engine: passes run one after another on several ranks, and with a value head that has layers (ADR
         # 12).
         together = settings.parallel_passes is ParallelPasses.auto and device.type == "cpu" and ranks == 1
-        rounded = _rounds(settings, device) and ranks == 1
+        rounded = settings.rounds_weights(device) and ranks == 1
         return MemoryModel(
             shape,
             device,
@@ -393,7 +393,7 @@ class TransformersModel(Settings, ModelSpec):
         except ConfigError:
             return None
         dtype, rounded = products_dtype(self.dtype, device), ""
-        if _rounds(self._settings(device), device) and current().size == 1:
+        if self._settings(device).rounds_weights(device) and current().size == 1:
             backward = "bfloat16" if multiplies_bf16() else "float32, since this CPU cannot multiply bfloat16"
             dtype, rounded = torch.float32, f"weights in bfloat16, backward products in {backward}"
         kernel = preferred_kernel(self.attention, device, dtype)
@@ -602,8 +602,3 @@ class TransformersModel(Settings, ModelSpec):
 
         engine = self.for_sampling().load(name, seed=seed).engine
         return StreamingEngine(name, engine, recompute=recompute)
-
-
-def _rounds(settings: NetworkSettings, device: torch.device) -> bool:
-    """Return whether a single process would compute with rounded weights, see `realign.functional.rounding`."""
-    return settings.dtype == torch.bfloat16 and device.type == "cpu" and settings.rounds_weights

@@ -87,7 +87,7 @@ def prepare_module(
     half = settings.dtype == torch.bfloat16
     autocast: Autocast = partial(torch.autocast, device.type, dtype=torch.bfloat16, enabled=half)
     cast, rounded = autocast if half else None, None
-    if half and device.type == "cpu" and settings.rounds_weights:
+    if settings.rounds_weights(device):
         rounded = RoundedWeights()
         autocast = cast = partial(rounding, rounded)
     replay, no_replay = _find_replay(module)

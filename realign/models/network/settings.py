@@ -55,10 +55,10 @@ class NetworkSettings:
     divided: bool = False
     """Whether several ranks divide the weights."""
 
-    @property
-    def rounds_weights(self) -> bool:
-        """Whether a CPU computes bfloat16 by `rounding`, and not by autocast, which `torch.compile` and FSDP know."""
-        return not self.divided and not self.torch_compile.compiles
+    def rounds_weights(self, device: torch.device) -> bool:
+        """Return whether a device computes bfloat16 by `rounding`, and not by autocast, as `torch.compile` and FSDP do."""
+        on_cpu = self.dtype == torch.bfloat16 and device.type == "cpu"
+        return on_cpu and not self.divided and not self.torch_compile.compiles
 
     def restrict(self, *, load_balancing: bool) -> NetworkSettings:
         """Return the settings, without parallel passes if load balancing or `torch_compile` rules them out."""

@@ -20,8 +20,6 @@ from enum import StrEnum
 from functools import cache
 from pathlib import Path
 
-import torch
-
 from realign.cache_folder import cache_folder
 from realign.own_files import replace_bytes, why_not_private
 
@@ -67,8 +65,7 @@ def open_library(folder: Path) -> ctypes.CDLL:
         LibraryError: no compiler is installed, the build failed, the folder is not writable, or other users can write
             to the folder or the file.
     """
-    compiler = find_compiler()
-    path = folder / f"decode-step-{_key(compiler)}.so"
+    path = folder / f"decode-step-{_key()}.so"
     if path.exists():
         _check_private(folder)
         _check_private(path)
@@ -76,7 +73,7 @@ def open_library(folder: Path) -> ctypes.CDLL:
             return _declare(ctypes.CDLL(str(path)))
         except (OSError, AttributeError):  # damaged: build it again
             pass
-    if compiler is None:
+    if (compiler := find_compiler()) is None:
         names = os.environ.get("CXX") or ", ".join(COMPILERS)
         raise LibraryError(f"no C++ compiler is installed (tried {names})")
     _build(compiler, path)
@@ -130,20 +127,10 @@ def _build(compiler: str, path: Path) -> None:
         scratch.cleanup()
 
 
-def _key(compiler: str | None) -> str:
-    """Return a hash of everything that the compiled code depends on."""
-    parts = [SOURCE.read_bytes(), " ".join(FLAGS).encode(), _version(compiler).encode(), _cpu().encode()]
-    parts += [torch.__version__.encode(), platform.python_version().encode()]
+def _key() -> str:
+    """Return a hash of the source, the flags and the CPU."""
+    parts = [SOURCE.read_bytes(), " ".join(FLAGS).encode(), _cpu().encode()]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
-
-
-def _version(compiler: str | None) -> str:
-    """Return the path, size and modification time of the compiler, which change with its version."""
-    if compiler is None:
-        return ""
-    file = Path(compiler).resolve()
-    status = file.stat()
-    return f"{file} {status.st_size} {status.st_mtime_ns}"
 
 
 def _cpu() -> str:
