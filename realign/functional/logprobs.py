@@ -388,9 +388,7 @@ def token_logprobs(
         choose_chunk(chunk_size, head),
         with_entropy,
         support,
-        head.shard,
-        head.exact,
-        head.ends_backward,
+        head,
     )
     return logprobs_N, entropy_N
 
@@ -407,10 +405,9 @@ class _TokenLogprobs(torch.autograd.Function):
         chunk: int,
         with_entropy: bool,
         support: Support | None,
-        shard: WordShard | None,
-        exact: ExactHead | None,
-        ends_backward: bool,
+        head: LMHead,
     ) -> tuple[Tensor, Tensor | None]:
+        shard, exact = head.shard, head.exact
         logprobs_N = hidden_NH.new_empty(len(hidden_NH), dtype=wide_dtype(hidden_NH, weight_VH))
         normalizer_N = torch.empty_like(logprobs_N)
         entropy_N = torch.empty_like(logprobs_N) if with_entropy else None
@@ -451,7 +448,7 @@ class _TokenLogprobs(torch.autograd.Function):
         # Nothing of size [N, V]: the backward pass recomputes the logits and normalizes them by the stored log-sum-exp.
         ctx.save_for_backward(hidden_NH, weight_VH, bias_V, targets_N, normalizer_N, entropy_N)
         ctx.project, ctx.chunk, ctx.support, ctx.shard = project, chunk, support, shard
-        ctx.ends_backward = ends_backward
+        ctx.ends_backward = head.ends_backward
         ctx.set_materialize_grads(False)  # skips the backward pass of an entropy that is only a metric
         return logprobs_N, entropy_N
 
@@ -459,7 +456,7 @@ class _TokenLogprobs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_N: Tensor | None, entropy_grad_N: Tensor | None) -> tuple[Tensor | None, ...]:
         if ctx.ends_backward and not any(x is not None and bool(x.any()) for x in (grad_N, entropy_grad_N)):
-            return (None,) * 11
+            return (None,) * 9
         hidden_NH, weight_VH, bias_V, targets_N, normalizer_N, entropy_N = ctx.saved_tensors
         # Only the entropy is in the loss; see `set_materialize_grads`.
         if grad_N is None:
@@ -490,7 +487,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 grads.add(rows, grad_CV, cap_slope_CV, hidden_CH, matrix_VH)
         if ctx.shard is not None and grads.hidden_NH is not None:
             grads.hidden_NH = ctx.shard.sum(grads.hidden_NH)
-        return *grads.cast(weight_VH, bias_V), *(None,) * 8
+        return *grads.cast(weight_VH, bias_V), *(None,) * 6
 
 
 def check_head(hidden_NH: Tensor, head: LMHead, temperature: float) -> None:

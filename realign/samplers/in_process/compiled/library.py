@@ -106,25 +106,22 @@ def _build(compiler: str, path: Path) -> None:
         raise LibraryError(
             f"{path.parent} is not writable ({error.strerror}). XDG_CACHE_HOME selects another folder"
         ) from error
-    scratch = tempfile.TemporaryDirectory()
-    name = str(Path(scratch.name, path.name))
-    Path(name).touch()
     try:
-        command = [compiler, *FLAGS, str(SOURCE), "-o", name]
-        process = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S, stdin=subprocess.DEVNULL
-        )
-        if process.returncode != 0:
-            lines = [line for line in (process.stderr or process.stdout).splitlines() if line.strip()]
-            first = next((line for line in lines if "error" in line), lines[0] if lines else "no message")
-            raise LibraryError(f"{compiler} failed with exit code {process.returncode} ({first.strip()[:200]})")
-        replace_bytes(path, Path(name).read_bytes(), mode=0o700)
+        with tempfile.TemporaryDirectory() as scratch:
+            built = Path(scratch, path.name)
+            command = [compiler, *FLAGS, str(SOURCE), "-o", str(built)]
+            process = subprocess.run(
+                command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S, stdin=subprocess.DEVNULL
+            )
+            if process.returncode != 0:
+                lines = [line for line in (process.stderr or process.stdout).splitlines() if line.strip()]
+                first = next((line for line in lines if "error" in line), lines[0] if lines else "no message")
+                raise LibraryError(f"{compiler} failed with exit code {process.returncode} ({first.strip()[:200]})")
+            replace_bytes(path, built.read_bytes(), mode=0o700)
     except subprocess.TimeoutExpired as error:
         raise LibraryError(f"{compiler} did not finish within {TIMEOUT_S} s") from error
     except OSError as error:
         raise LibraryError(f"{compiler} could not run ({error})") from error
-    finally:
-        scratch.cleanup()
 
 
 def _key() -> str:
