@@ -146,7 +146,9 @@ class InferenceEngine(DecodableEngine):
             moved = part.to(self.device)
             return only_new_keys(post_hook(run(part, moved, layout), moved), moved)
 
-        return self._restore_to(data[TOKENS].device, passes, list(side_by_side(compute, passes, passes.lanes)))
+        results = list(side_by_side(compute, passes, passes.lanes))
+        self.network.forget_rounded()
+        return self._restore_to(data[TOKENS].device, passes, results)
 
     def _restore_to(self, device: torch.device, passes: Passes, results: Sequence[SequenceSample]) -> SequenceSample:
         """Merge the results of all passes into one sample on `device`, and wait for the copies."""

@@ -244,6 +244,7 @@ class TransformersEngine(InferenceEngine):
                     gradients.clear()  # before the wait for the next one
                 losses.append(loss)
                 metrics.append(stats)
+        self.network.forget_rounded()
         self._accumulated = Accumulated(passes, losses, loss_fn)
         return merge_stats(metrics) | self._counts(part, passes) | self._load_metrics(load) | self._replay_metrics()
 

@@ -145,8 +145,7 @@ class Network(nn.Module):
             parallel: whether the passes may run concurrently.
             training: whether the passes are differentiated.
         """
-        if self.abilities.rounded is not None:
-            self.abilities.rounded.forget()
+        self.forget_rounded()
         if self.exact is not None:
             self.exact.read(int(data.lengths[TOKENS].flat.max(initial=1)))
         draws = training and self.draws
@@ -163,6 +162,11 @@ class Network(nn.Module):
         if not self._alone or not training or draws or self.abilities.replay is not None:
             mb_spec = replace(mb_spec, zero_key=None)
         return Passes.of(data, mb_spec, share=share, threads=threads, most=self._most_rows)
+
+    def forget_rounded(self) -> None:
+        """Free the rounded copies of the weights."""
+        if self.abilities.rounded is not None:
+            self.abilities.rounded.forget()
 
     def check_replay(self) -> None:
         """Raise ConfigError if the model cannot replay choices of experts."""

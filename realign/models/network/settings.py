@@ -56,7 +56,7 @@ class NetworkSettings:
     """Whether several ranks divide the weights."""
 
     def rounds_weights(self, device: torch.device) -> bool:
-        """Return whether a device computes bfloat16 by `rounding`, and not by autocast, as `torch.compile` and FSDP do."""
+        """Return whether a device computes bfloat16 by `rounding`; `torch.compile` and FSDP know only autocast."""
         on_cpu = self.dtype == torch.bfloat16 and device.type == "cpu"
         return on_cpu and not self.divided and not self.torch_compile.compiles
 

@@ -48,6 +48,7 @@ class ExactModel:
         self._where = f"models.{network.name}.sampler.exact=true"
         obstacles = {
             "fused_rollout=false, load_in_4bit=true or an encoder-decoder model": fusion is None,
+            "a device other than a CPU": network.device.type != "cpu",
             "dropout": network.draws,
             "a value head with layers": network.value_head is not None and network.value_head.branch is not None,
             "several ranks": network.rollout_module is not network.module,

@@ -252,11 +252,9 @@ class _DecodeChoice:
 
     def has_library(self, device: torch.device) -> bool:
         """Return whether the library computes decode steps, so that torch has products with many rows only."""
-        return (
-            device.type == "cpu"
-            and self.compiled is not CompiledDecode.off
-            and not isinstance(load_library(), LibraryError)
-        )
+        if device.type != "cpu" or self.compiled is CompiledDecode.off:
+            return False
+        return not isinstance(load_library(), LibraryError)
 
     def fastest(self, trunk: FusedTrunk) -> Trunk:
         """Return the trunk with compiled decode steps, if the setting allows them and this machine has the library.
@@ -311,7 +309,7 @@ class _DecodeChoice:
         Raises:
             ConfigError: the setting requires the library.
         """
-        if self.compiled is CompiledDecode.on and path is not DecodePath.compiled:
+        if self.compiled is CompiledDecode.on and path not in (DecodePath.compiled, DecodePath.graphs):
             raise ConfigError(
                 f"sampler.{self.required_by}: decode steps cannot be compiled, since {reason}. Set {self.cure}."
             )
