@@ -19,6 +19,7 @@ from realign.models.model_shape import ModelShape
 from realign.models.network.heads import ValueHead, ValueHidden
 from realign.models.network.passes import MIN_ROWS, most_lanes, most_rows
 from realign.samplers.in_process.compiled.fusion import CPU_BYTES, FAMILIES
+from realign.samplers.in_process.compiled.library import CompiledDecode
 from realign.samplers.in_process.decode import LOGIT_ELEMENTS, PREFILL_TOKENS, cache_bytes
 from realign.samplers.in_process.settings import InProcessSampling
 
@@ -329,7 +330,9 @@ class MemoryModel:
         shape, size = self.shape, self._bytes
         head = size * shape.words * shape.hidden
         if self._fuses:
-            stored = _BF16 * shape.in_layers if self.rounded else 0
+            compiles = self.device.type == "cpu" and self.sampling.compiled_decode is not CompiledDecode.off
+            # that of the library, beside torch's
+            stored = (_BF16 if self.rounded else FP32) * shape.in_layers * (compiles and not self._half)
             return stored + size * shape.in_layers + (head if self._half or self.device.type == "cpu" else 0)
         return self._casts + head if self._half else 0
 

@@ -84,7 +84,7 @@ class RoundedWeights:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         # An entry keeps its weight, so that the memory of the weight holds no other tensor while the entry exists.
-        self._known: dict[tuple[int, torch.Size], tuple[Tensor, RoundedWeight]] = {}
+        self._known: dict[tuple[int, torch.Size, tuple[int, ...]], tuple[Tensor, RoundedWeight]] = {}
         self.multiply_by: MultiplyBy | None = None
         """What multiplies in the forward pass; None multiplies in torch, in fp32."""
         self.count = 0
@@ -97,7 +97,7 @@ class RoundedWeights:
 
     def of(self, weight: Tensor) -> RoundedWeight:
         """Return a weight's current values, rounded."""
-        key = weight.data_ptr(), weight.shape
+        key = weight.data_ptr(), weight.shape, weight.stride()
         with self._lock:
             if key not in self._known:
                 self._known[key] = weight, RoundedWeight(weight, self.multiply_by)

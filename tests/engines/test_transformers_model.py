@@ -105,8 +105,8 @@ def tiny_engine_of(module):
 def test_probe_refuses_a_kernel_that_is_wrong_in_bfloat16(monkeypatch):
     right = PackedContext.attend
 
-    def wrong(self, layer, module, q, k, v, args):
-        out = right(self, layer, module, q, k, v, args)
+    def wrong(self, layer, q, k, v, args):
+        out = right(self, layer, q, k, v, args)
         return out.roll(1, 1) if q.dtype == torch.bfloat16 else out
 
     compute_as_on_a_gpu(monkeypatch)

@@ -116,3 +116,10 @@ def test_forward_products_of_layers_and_head_can_be_made_by_others():
         torch.testing.assert_close(head.logits(hidden), logits)
         logprobs, _ = token_logprobs(hidden, head, tokens)
     torch.testing.assert_close(logprobs, logits.log_softmax(-1)[tokens, tokens])
+
+
+def test_a_weight_and_its_transposed_view_are_different_weights():
+    weight, x = torch.randn(8, 8).bfloat16().float(), torch.randn(3, 8)
+    with rounding(RoundedWeights()):
+        assert torch.equal(F.linear(x, weight), x @ weight.t())
+        torch.testing.assert_close(F.linear(x, weight.t()), x @ weight)

@@ -37,7 +37,7 @@ class InProcessSampling(SamplerSpec):
 
     exact: bool = False
     """Make log-probs of rollouts, scoring and training equal bit for bit, so that ratios before the first update are
-    exactly 1. Slower. For models on a CPU in float32 whose decode steps can be compiled."""
+    exactly 1. Slower. For models on a CPU whose decode steps can be compiled."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -451,11 +451,13 @@ def test_rounded_weights_follow_every_optimizer_step():
         before = rounded.count
         train(engine, data, spec)
         assert rounded.count == before + matrices  # once for all micro-batches
+        assert not rounded._known  # only passes need the copies
         fresh = tiny_engine(optimizer=OptimizerSpec(lr=1e-2), dtype=torch.bfloat16)
         fresh.load_weights(engine.weights())
         scored = [x.forward(data, ONE, lambda out, mb: mb.with_tokens(x=out.logprobs()))["x"] for x in (engine, fresh)]
         config = GenerationConfig(max_new_tokens=8)
         sampled = [x.generate(prompts, config, seed=0)["logprobs"] for x in (engine, fresh)]
+        assert not rounded._known
         assert torch.equal(*scored)
         assert torch.equal(*sampled)
 

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from realign.api import Lengths, MicroBatchSpec, stat_values
 from realign.engines import OptimizerSpec, SharedModel, TransformersModel
 from realign.engines.shared_model import Share
+from realign.engines.training import transformers_engine
+from realign.engines.training.stepper import Stepper
 from realign.models import Causal, TopLayers, ValueHead
 from realign.models.network import passes as passes_module
 from realign.models.network.passes import (
@@ -73,6 +75,7 @@ def test_lanes_divide_the_budget(nested, limit, threads, whole_groups):
         assert cut is spec
         return
     assert lengths.total >= lanes * MIN_ROWS
+    assert lanes <= len(lengths.per_prompt if whole_groups else lengths.flat)  # each has a pass
     assert cut.n_microbatches % lanes == 0
     assert cut.whole_groups == whole_groups
     if limit is not None:
@@ -134,6 +137,32 @@ def test_training_is_the_same(share, limit):
     assert metrics.pop("n_microbatches") >= lanes > want.pop("n_microbatches")
     assert metrics == pytest.approx(want, rel=1e-5)
     torch.testing.assert_close(weights, want_weights, atol=1e-6, rtol=1e-5)
+
+
+def test_only_the_weights_that_are_trained_now_limit_the_lanes(monkeypatch):
+    monkeypatch.setattr(passes_module, "most_lanes", lambda trained: 1 if trained else 8)
+    monkeypatch.setattr("realign.models.network.network.most_lanes", passes_module.most_lanes)
+    engine = tiny_engine(optimizer=STEP)
+    assert engine.network.passes(masked(), MicroBatchSpec(), parallel=True).lanes == 1
+    engine.module.requires_grad_(False)
+    assert engine.network.passes(masked(), MicroBatchSpec(), parallel=True).lanes == 3
+
+
+def test_no_gradient_waits_with_the_sum_for_the_next_one(monkeypatch):
+    """A second one would be another copy of the weights. Autograd gives the first one to the sum without a copy."""
+    made, held = [], []
+    differentiate, in_order = Stepper.differentiate, transformers_engine.side_by_side
+
+    def watched(*args):
+        for result in in_order(*args):
+            yield result
+            held.append(len(result[2]))
+
+    monkeypatch.setattr(Stepper, "differentiate", lambda self, loss: made.append(loss) or differentiate(self, loss))
+    monkeypatch.setattr(transformers_engine, "side_by_side", watched)
+    n = trained(masked())[0]["n_microbatches"]
+    assert n == len(held) == len(made) + 1 >= 3
+    assert not any(held)
 
 
 def test_shorter_passes_train_the_same(monkeypatch):

@@ -9,6 +9,7 @@ from realign.api import GenerationConfig, MicroBatchSpec, SequenceSample
 from realign.engines import OptimizerSpec, TransformersModel
 from realign.errors import ConfigError, SettingsError
 from realign.models import Causal, QHeads, ValueHead
+from realign.samplers.in_process.settings import InProcessSampling
 from realign.samplers.servers.server_sampler import check_config
 from tests.tiny import VOCAB, random_sample, save_tiny
 
@@ -121,10 +122,10 @@ def test_heads_and_targets_are_saved_and_restored(tmp_path):
         load(tmp_path / "saved", n=3)
 
 
-@pytest.mark.parametrize("family", ["llama", "bloom"])
+@pytest.mark.parametrize(("family", "exact"), [("llama", False), ("llama", True), ("bloom", False)])
 @pytest.mark.parametrize(("scale", "temperature"), [(0.0, 1.0), (2.0, 1.0), (2.0, 0.5)])
-def test_sampled_logprobs_are_those_of_the_perturbed_policy(tmp_path, family, scale, temperature):
-    engine = load(save_tiny(tmp_path / "m", family), vocabulary=WORDS)
+def test_sampled_logprobs_are_those_of_the_perturbed_policy(tmp_path, family, exact, scale, temperature):
+    engine = load(save_tiny(tmp_path / "m", family), vocabulary=WORDS, sampler=InProcessSampling(exact=exact))
     step(engine)
     config = GenerationConfig(n=3, max_new_tokens=6, temperature=temperature, advantage_scale=scale)
     out = engine.generate(PROMPTS, config, seed=3)

@@ -1,5 +1,6 @@
-// One decode step of a Llama-style or Gemma 3 trunk in fp32 on a CPU: the counterpart of `fused_layers.FusedTrunk`.
-// Weights may be stored in bf16, of which half as many bytes are read. Their values are exact in fp32.
+// A decode step of a Llama-style or Gemma 3 trunk in fp32 on a CPU, the counterpart of `fused_layers.FusedTrunk`, and
+// its products and log-probs for other passes. Weights may be stored in bf16, of which half as many bytes are read.
+// Their values are exact in fp32.
 //
 // `library.py` compiles this file, and `trunk.py` calls `realign_decode` with raw pointers, so it
 // needs no headers of torch. A row's result depends only on this row: every sum has a fixed order, which is the same
@@ -101,6 +102,15 @@ inline Vec multiply_add(Vec a, Vec b, Vec c) {
 #endif
 }
 
+// The same for the columns that fill no vector: which ones depends on the number of threads.
+inline float multiply_add(float a, float b, float c) {
+#if defined(__FMA__) || defined(__aarch64__)
+    return std::fma(a, b, c);
+#else
+    return a * b + c;
+#endif
+}
+
 inline float sum(Vec v) {
     float x[LANES];
     std::memcpy(x, &v, sizeof v);
@@ -163,7 +173,7 @@ void add_rows(const float* a, int64_t lda, const T* w, float* c, int64_t ldc, in
     for (; j < columns; j++)
         for (int r = 0; r < R; r++) {
             float s = 0;
-            for (int64_t k = 0; k < depth; k++) s = std::fma(a[r * lda + k], value(w[k * PANEL + j]), s);
+            for (int64_t k = 0; k < depth; k++) s = multiply_add(a[r * lda + k], value(w[k * PANEL + j]), s);
             c[r * ldc + j] += s;
         }
 }
@@ -440,7 +450,7 @@ float dot(const float* a, const float* b, int64_t n) {
         for (int j = 0; j < 4; j++) sums[j] += load(a + i + j * LANES) * load(b + i + j * LANES);
     for (; i + LANES <= n; i += LANES) sums[0] += load(a + i) * load(b + i);
     float total = sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
-    for (; i < n; i++) total = std::fma(a[i], b[i], total);
+    for (; i < n; i++) total = multiply_add(a[i], b[i], total);
     return total;
 }
 
@@ -481,7 +491,7 @@ void attend(const float* query, const float* keys, const float* values, int64_t 
     for (; i + LANES <= size; i += LANES) mix<1>(scores, values + i, size, count, scale, out + i);
     for (; i < size; i++) {
         float total = 0;
-        for (int64_t t = 0; t < count; t++) total = std::fma(scores[t], values[t * size + i], total);
+        for (int64_t t = 0; t < count; t++) total = multiply_add(scores[t], values[t * size + i], total);
         out[i] = total * scale;
     }
 }

@@ -1,9 +1,8 @@
 """Compile `decode_step.cpp` on first use, cache the shared library on disk, and load it.
 
 The library does not depend on torch, so a build takes two seconds. Its file name contains a hash of the source, the
-compiler, its flags, the CPU, and the versions of torch and Python. Concurrent builds are safe: each process compiles to
-a temporary file, and renames it to the final name. Loading a library runs its code, so folder and file must not be
-writable by other users.
+flags of the compiler and the CPU. Concurrent builds are safe: each process compiles to a temporary file, and renames it
+to the final name. Loading a library runs its code, so folder and file must not be writable by other users.
 """
 
 from __future__ import annotations

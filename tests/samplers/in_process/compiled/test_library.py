@@ -59,6 +59,13 @@ def test_an_absent_compiler_is_the_reason(monkeypatch, tmp_path):
         open_library(tmp_path)
 
 
+@requires_compiler
+def test_a_built_library_needs_no_compiler(monkeypatch, tmp_path):
+    open_library(tmp_path)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert open_library(tmp_path)
+
+
 def test_a_broken_compiler_is_the_reason_and_leaves_no_file(broken, tmp_path):
     folder = tmp_path / "cache"
     with pytest.raises(LibraryError, match=r"failed with exit code 3 .*error: no such thing"):

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import platform
 import resource
 import warnings
 from contextlib import nullcontext
@@ -21,10 +22,11 @@ from realign.functional.rounding import RoundedWeights, rounding
 from realign.models import Lora
 from realign.models.network.kv_cache import DecodeContext, KVCache
 from realign.samplers.in_process.compiled import fusion as fusion_module
+from realign.samplers.in_process.compiled import library as library_module
 from realign.samplers.in_process.compiled import trunk as trunk_module
 from realign.samplers.in_process.compiled.fused_layers import FusedTrunk, Linear
 from realign.samplers.in_process.compiled.fusion import DecodePath, Fusion
-from realign.samplers.in_process.compiled.library import CompiledDecode, LibraryError, load_library
+from realign.samplers.in_process.compiled.library import CompiledDecode, LibraryError, load_library, open_library
 from realign.samplers.in_process.compiled.trunk import CompiledTrunk, Form, StoredLinear, library_products
 from realign.samplers.in_process.settings import InProcessSampling
 from tests.samplers.in_process.compiled.native import KNOWN, adapted_model, close, requires_compiler, rollout
@@ -252,9 +254,14 @@ def difference_from_trainer(engine, batch):
 
 @requires_compiler
 @pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("march", [(), ("-march=x86-64",) if platform.machine() == "x86_64" else ()])
 @torch.no_grad()
-def test_a_rows_result_depends_neither_on_other_rows_nor_on_threads(half):
-    trunk = compiled(in_torch(tiny_model("qwen2"), half))
+def test_a_rows_result_depends_neither_on_other_rows_nor_on_threads(tmp_path, half, march, monkeypatch):
+    monkeypatch.setattr(library_module, "FLAGS", (*library_module.FLAGS, *march))
+    fused = in_torch(
+        tiny_model("qwen2", intermediate_size=45), half
+    )  # other columns of the gate than of `up` fill a vector
+    trunk = CompiledTrunk(fused, open_library(tmp_path))
     ids, positions, cache = random_step(trunk, 19)
     together = trunk.decode(ids, positions, cache)
     for threads in (2, 3):
@@ -314,6 +321,44 @@ def test_a_library_that_computes_something_else_is_not_used_and_the_log_says_why
             assert fusion.path.now is DecodePath.fused
     (line,) = [r.getMessage() for r in caplog.records]
     assert line.endswith("since hidden states of the compiled library differ by 1.0e-02 (relative) from torch")
+
+
+@requires_compiler
+def test_a_library_that_attends_wrongly_is_not_used_for_short_texts_either(monkeypatch):
+    right = trunk_module._layer
+
+    def wrong(*args):
+        layer = right(*args)
+        layer.scaling *= 3
+        return layer
+
+    monkeypatch.setattr(trunk_module, "_layer", wrong)
+    with pytest.raises(ConfigError, match="compiled library differ by"):
+        tiny_engine("llama", sampling=InProcessSampling(exact=True))
+    engine = tiny_engine("llama")
+    engine.generate(sample_of([[5]]), GenerationConfig(max_new_tokens=1), seed=0)
+    assert engine.fusion.path.now is DecodePath.fused
+
+
+@requires_compiler
+@torch.no_grad()
+def test_matrices_that_the_library_multiplies_are_not_also_copied_for_torch():
+    model = tiny_model("llama")
+    for setting, copied in ((CompiledDecode.auto, False), (CompiledDecode.off, True)):
+        trunk = Fusion(model, setting).trunk(LENGTH, torch.float32)
+        fused = trunk if isinstance(trunk, FusedTrunk) else trunk.fused
+        for ours, layer in zip(fused.layers, model.model.layers, strict=True):
+            for linear, module in ((ours.output, layer.self_attn.o_proj), (ours.down, layer.mlp.down_proj)):
+                assert torch.equal(linear.weight, module.weight)
+                assert (linear.weight.data_ptr() != module.weight.data_ptr()) == copied
+
+
+@pytest.mark.parametrize("path", [DecodePath.compiled, DecodePath.graphs])
+def test_on_accepts_a_library_and_graphs(path):
+    choice = Fusion(tiny_model("llama"), CompiledDecode.on).path
+    choice.record(path, "it works here")
+    with pytest.raises(ConfigError, match="cannot be compiled, since it failed"):
+        choice.record(DecodePath.fused, "it failed")
 
 
 @requires_compiler
