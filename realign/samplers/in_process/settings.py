@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
+import torch
 from typing_extensions import override
 
 from realign.api.in_process_sampler import IN_PROCESS
@@ -48,9 +49,9 @@ class InProcessSampling(SamplerSpec):
         """See `SamplerSpec.check`.
 
         Raises:
-            ConfigError: `compiled_decode=on` or `exact`, but the library cannot be built.
+            ConfigError: `compiled_decode=on` without a GPU, or `exact`, but the library cannot be built.
         """
-        if self.compiled_decode is not CompiledDecode.on and not self.exact:
+        if not self.exact and (self.compiled_decode is not CompiledDecode.on or torch.cuda.is_available()):
             return
         if isinstance(library := load_library(), LibraryError):
             setting, cure = ("exact=true", "false") if self.exact else ("compiled_decode=on", "auto")

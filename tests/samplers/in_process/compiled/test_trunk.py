@@ -392,6 +392,10 @@ def test_on_requires_fused_rollouts_and_a_library(monkeypatch):
     with pytest.raises(ConfigError, match=r"models.actor.sampler.compiled_decode=on: no C\+\+ compiler"):
         sampler.check("models.actor.sampler")
     InProcessSampling().check("models.actor.sampler")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # graphs need no library, exact needs it
+    sampler.check("models.actor.sampler")
+    with pytest.raises(ConfigError, match=r"models.actor.sampler.exact=true: no C\+\+ compiler"):
+        InProcessSampling(exact=True).check("models.actor.sampler")
 
 
 @requires_compiler
