@@ -236,7 +236,6 @@ ELSEWHERE = {
     "samplers/servers/weights.py": "the folder that its mkdtemp made",
     "samplers/servers/guard.py": "removes that folder when the run is gone, and imports nothing",
     "samplers/servers/worker/realign_worker.py": "writes to memory, in a server without realign",
-    "samplers/in_process/compiled/library.py": "a file in its own temporary folder",
     "records/checkpoint/folder.py": "renames checkpoints whose files OwnFiles has compared",
     "models/files/folders.py": "renames folders whose files OwnFiles has compared",
 }
