@@ -330,10 +330,11 @@ class MemoryModel:
         shape, size = self.shape, self._bytes
         head = size * shape.words * shape.hidden
         if self._fuses:
-            compiles = self.device.type == "cpu" and self.sampling.compiled_decode is not CompiledDecode.off
-            # that of the library, beside torch's
-            stored = (_BF16 if self.rounded else FP32) * shape.in_layers * (compiles and not self._half)
-            return stored + size * shape.in_layers + (head if self._half or self.device.type == "cpu" else 0)
+            if self.device.type != "cpu" or self._half or self.sampling.compiled_decode is CompiledDecode.off:
+                more = self._casts if self.rounded else 0  # torch rounds the joined layers
+            else:
+                more = (_BF16 if self.rounded else FP32) * shape.in_layers  # the library has its own
+            return more + size * shape.in_layers + (head if self._half or self.device.type == "cpu" else 0)
         return self._casts + head if self._half else 0
 
     @property

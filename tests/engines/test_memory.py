@@ -19,6 +19,7 @@ from realign.models.network import decoder
 from realign.models.network.kv_cache import KVCache
 from realign.models.network.passes import SharedPrompts
 from realign.samplers import InProcessSampling
+from realign.samplers.in_process.compiled.library import CompiledDecode
 from tests.flash_stand_in import compute_as_on_a_gpu
 from tests.tiny import random_sample, save_tiny, tiny_config, tiny_engine
 
@@ -195,6 +196,16 @@ def test_ranks_gather_fused_layers_in_the_dtype_of_products_and_others_in_fp32(d
     modules = MemoryModel(shape, CPU, dtype, keep_rollout=keeps, fused_rollout=False).estimate(work)
     casts = 2 * shape.in_layers + head if size == 2 else 0
     assert modules.sampling_copy + modules.rollout_weights == 4 * shape.parameters + casts
+
+
+def test_a_rollout_of_rounded_weights_has_the_librarys_copy_or_those_of_torch():
+    work = MemoryWork(False, False, True, 64, 64, prompts=1, sequences=1, prompt=4, response=4)
+    shape = shape_of(tiny_config("llama"), Causal())
+    layers, head = shape.in_layers, shape.words * shape.hidden
+    for compiled, more in ((CompiledDecode.auto, 2 * layers), (CompiledDecode.off, 6 * (layers + head))):
+        sampling = InProcessSampling(compiled_decode=compiled)
+        memory = MemoryModel(shape, CPU, torch.float32, rounded=True, sampling=sampling).estimate(work)
+        assert memory.rollout_weights == more + 4 * (layers + head)
 
 
 def test_weights_in_4_bits_are_an_eighth_of_the_matrices():

@@ -168,7 +168,7 @@ class InferenceEngine(DecodableEngine):
 
         model = RolloutModel.of(self.network, self._rollout_module(), config, self.fusion)
         with torch.no_grad(), self.network.autocast():
-            return generate(
+            out = generate(
                 model,
                 data,
                 config,
@@ -177,6 +177,8 @@ class InferenceEngine(DecodableEngine):
                 eos_token_ids=self._eos_token_ids(),
                 tokenizer=self.tokenizer,
             )
+        self.network.forget_rounded()
+        return out
 
     def _rollout_module(self) -> Any:
         """Return the transformers model that rollouts run."""

@@ -228,8 +228,8 @@ class TransformersEngine(InferenceEngine):
                 differentiate_with_hidden(output.hidden_RH, loss / weight)
             # Lanes are threads: `backward` would add to `parameter.grad` in the order in which they finish, and the sum
             # would depend on their speed. A micro-batch without trainable tokens has a loss without gradient.
-            # The first one may: others are added after it, and torch takes its tensors over where that is safe.
-            elif loss.requires_grad and passes.lanes > 1 and number:
+            # The first micro-batch may call it: the others are added later, and torch keeps its tensors without a copy.
+            elif loss.requires_grad and passes.lanes > 1 and number > 0:
                 gradients = stepper.differentiate(loss / weight)
             elif loss.requires_grad:
                 (loss / weight).backward()
@@ -241,7 +241,7 @@ class TransformersEngine(InferenceEngine):
             for loss, stats, gradients in side_by_side(compute, enumerate(passes), passes.lanes):
                 if gradients:  # in micro-batch order, whichever finished first
                     stepper.accumulate(gradients)
-                    gradients.clear()  # before the wait for the next one
+                    gradients.clear()  # else this copy would wait in memory for the next one
                 losses.append(loss)
                 metrics.append(stats)
         self.network.forget_rounded()

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from realign.errors import ConfigError
+from realign.functional.packed import at_least_fp32
 
 
 class Backend(StrEnum):
@@ -216,8 +217,10 @@ def capability(device: torch.device) -> tuple[int, int] | None:
 
 
 def explicit_attention(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, mask: Tensor) -> Tensor:
-    """Compute attention with plain operators, for soft caps and sinks: of one sequence, [1, Hq, L, D], or in a decode
-    step, where the third axis of q is the heads that share keys.
+    """Compute attention with plain operators, for soft caps and sinks.
+
+    Of one sequence it returns [1, Hq, L, D]. In a decode step of B rows, the heads that share keys are where a sequence
+    has its tokens: q and the result are [B, Hk, Hq / Hk, D].
 
     `mask` is added to the scores: 0 where a query attends to a key, else -inf.
     """
@@ -226,11 +229,11 @@ def explicit_attention(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, mas
     scores = q @ k.transpose(-1, -2) * args.scaling
     if args.softcap is not None:
         scores = args.softcap * torch.tanh(scores / args.softcap)
-    scores = scores.float() + mask
+    scores = at_least_fp32(scores) + mask
     if args.sinks_H is None:
         weights = scores.softmax(-1)
     else:
-        sinks = args.sinks_H.float().view(1, q.shape[1], -1, 1).expand(*scores.shape[:-1], 1)
+        sinks = args.sinks_H.to(scores.dtype).view(1, q.shape[1], -1, 1).expand(*scores.shape[:-1], 1)
         weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
     return F.dropout(weights.to(v.dtype), args.dropout) @ v
 

@@ -164,7 +164,7 @@ class Network(nn.Module):
         return Passes.of(data, mb_spec, share=share, threads=threads, most=self._most_rows)
 
     def forget_rounded(self) -> None:
-        """Free the rounded copies of the weights."""
+        """Free the rounded copies of the weights, which only passes and rollouts need."""
         if self.abilities.rounded is not None:
             self.abilities.rounded.forget()
 

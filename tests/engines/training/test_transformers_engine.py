@@ -23,6 +23,7 @@ from realign.interfaces.components import Constant, SeqMeanTokenMean, SeqMeanTok
 from realign.models import Causal, ValueHead
 from realign.models.network import passes
 from realign.samplers.in_process.compiled import fusion
+from realign.samplers.in_process.compiled.library import CompiledDecode
 from realign.samplers.in_process.compiled.trunk import library_products
 from realign.samplers.in_process.settings import InProcessSampling
 from tests.grids import rotating
@@ -441,9 +442,11 @@ def test_trap_b9_bfloat16_computes_over_fp32_weights():
     assert results[torch.bfloat16]["loss"] != results[torch.float32]["loss"]
 
 
-def test_rounded_weights_follow_every_optimizer_step():
+@pytest.mark.parametrize("compiled", [CompiledDecode.auto, CompiledDecode.off])
+def test_rounded_weights_follow_every_optimizer_step(compiled):
     data = random_sample(LENGTHS)
-    engine = tiny_engine(optimizer=OptimizerSpec(lr=1e-2), dtype=torch.bfloat16)
+    settings = {"dtype": torch.bfloat16, "sampling": InProcessSampling(compiled_decode=compiled)}
+    engine = tiny_engine(optimizer=OptimizerSpec(lr=1e-2), **settings)
     matrices = sum(isinstance(part, torch.nn.Linear) for part in engine.module.modules())
     rounded = engine.network.abilities.rounded
     prompts = SequenceSample.from_sequences([0], {"prompt_ids": [[torch.tensor([5, 9, 4])]]})
@@ -452,12 +455,12 @@ def test_rounded_weights_follow_every_optimizer_step():
         train(engine, data, spec)
         assert rounded.count == before + matrices  # once for all micro-batches
         assert not rounded._known  # only passes need the copies
-        fresh = tiny_engine(optimizer=OptimizerSpec(lr=1e-2), dtype=torch.bfloat16)
+        fresh = tiny_engine(optimizer=OptimizerSpec(lr=1e-2), **settings)
         fresh.load_weights(engine.weights())
         scored = [x.forward(data, ONE, lambda out, mb: mb.with_tokens(x=out.logprobs()))["x"] for x in (engine, fresh)]
         config = GenerationConfig(max_new_tokens=8)
         sampled = [x.generate(prompts, config, seed=0)["logprobs"] for x in (engine, fresh)]
-        assert not rounded._known
+        assert not rounded._known  # nor after a rollout
         assert torch.equal(*scored)
         assert torch.equal(*sampled)
 

@@ -140,8 +140,7 @@ def test_training_is_the_same(share, limit):
 
 
 def test_only_the_weights_that_are_trained_now_limit_the_lanes(monkeypatch):
-    monkeypatch.setattr(passes_module, "most_lanes", lambda trained: 1 if trained else 8)
-    monkeypatch.setattr("realign.models.network.network.most_lanes", passes_module.most_lanes)
+    monkeypatch.setattr("realign.models.network.network.most_lanes", lambda trained: 1 if trained else 8)
     engine = tiny_engine(optimizer=STEP)
     assert engine.network.passes(masked(), MicroBatchSpec(), parallel=True).lanes == 1
     engine.module.requires_grad_(False)

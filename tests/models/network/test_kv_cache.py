@@ -8,7 +8,6 @@ from realign.models.network.attention import PackedContext
 from realign.models.network.kernels import AttentionArgs
 from realign.models.network.kv_cache import DecodeContext, KVCache, PrefillContext
 
-MODULE = torch.nn.Identity()
 PROMPTS = (5, 1, 40)
 STEPS = 4
 

@@ -208,7 +208,7 @@ class Fusion:
                 with nullcontext() if store is None else no_rounding():  # `store` rounds them itself
                     layers = list(_read_layers(self._model, self._args, dtype, linear))
             base = self._model.base_model
-            turns = _rotations(self._model, max(length, PROBE_LENGTH))
+            turns = _rotations(self._model, max(length, PROBE_LENGTH))  # the library is compared at so many positions
             embedding = base.embed_tokens.weight.detach()
             fused = FusedTrunk(embedding, layers, _norm(base.norm), turns, rounded, _scale(base))
             trunk = self.path.fastest(fused)
